@@ -1,0 +1,55 @@
+/* The linear op: packed weights, quantised activations, and the kernels' interface.
+ *
+ *     y[t][n] = sum_k x[t][k] * w[n][k] (+ bias[n])
+ *
+ * A weight [N][K] is packed once (pack.c) in strips of FL_STRIP output rows, each strip contiguous and group after group, so that a
+ * thread that owns strips [a, b) streams one range of memory. Activations are first brought to the form that the weight's
+ * format wants (fl_prepare): int8 codes per (row, group) with f32 scales and group sums for block formats, plain f32 rows for 16- and
+ * 32-bit weights and for the exact mode. Inner sums over a group are exact integers; the outer sum is f32, ascending groups, one
+ * fixed order for any number of rows, threads and for every variant.
+ */
+#ifndef FL_LINEAR_H
+#define FL_LINEAR_H
+#include <stddef.h>
+#include <stdint.h>
+
+#include "variant.h"
+
+enum { FL_STRIP = 32 };
+
+/* A packed weight. `layout` numbers a row of the layout table in pack.c (one per storage form, named there and in pack.py). */
+typedef struct {
+    int32_t layout;
+    int32_t N, K;
+    const uint8_t *data; /* fl_packed_bytes(layout, N, K) bytes, 64-byte aligned */
+} fl_weight;
+
+/* Prepared activations of up to `rows` rows, in memory that the caller provides (fl_prepared_bytes). */
+typedef struct {
+    int32_t kind; /* how they are prepared; equal kinds (fl_prepare_kind) can be shared by several linears of the same input */
+    int32_t rows, K;
+    uint8_t *data;
+} fl_acts;
+
+/* not per variant (pack.c) */
+int fl_layout_id(const char *name);                          /* -1: unknown */
+size_t fl_packed_bytes(int layout, int64_t N, int64_t K);    /* 0: this shape cannot be packed so */
+int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst); /* src: file bytes of the layout's source format; 0 ok */
+int fl_prepare_kind(int layout, int exact);                  /* exact: f32 activations */
+size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K); /* scratch for fl_acts.data */
+
+/* per variant, in the table of kernels.h */
+typedef struct {
+    /* rows [row0, row1) of x (stride ldx floats) into a; any split of rows between threads gives the same bytes */
+    void (*prepare)(fl_acts *a, const float *x, size_t ldx, int row0, int row1);
+    /* y[t][n] (stride ldy floats) for all rows of a and strips [strip0, strip1) of w: y = sum (+ bias) or, with accumulate, y += sum.
+     * scratch: fl_linear_scratch() bytes of this thread, 64-byte aligned. */
+    void (*linear)(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1,
+                   int accumulate, void *scratch);
+    /* row `n` of a packed weight, decoded to f32 (embedding rows of a tied table); out[K] */
+    void (*unpack_row)(const fl_weight *w, int64_t n, float *out);
+} fl_linear_ops;
+
+size_t fl_linear_scratch(void);
+
+#endif

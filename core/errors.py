@@ -1,0 +1,196 @@
+"""Every error a user can meet: one hierarchy, mapped once to exit codes and once to HTTP statuses.
+
+An error says *who* (the file, plug-in, request or option), *why* (what was found and what the limit is) and *fix* (what to
+type or change). The command line prints the layout of `render()`; `--json` prints `as_dict()`; the server sends
+`http_status`. Nothing in fastllm raises a bare `Exception` for something a user can cause.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "BackendBroken",
+    "BackendDisabled",
+    "BackendIncompatible",
+    "BackendNotFound",
+    "BackendUnavailable",
+    "Cancelled",
+    "ConfigError",
+    "ContextOverflow",
+    "DeviceLost",
+    "DownloadError",
+    "EngineError",
+    "FastLLMError",
+    "InvalidRequest",
+    "ModelFileError",
+    "ModelNotFound",
+    "OutOfMemory",
+    "QueueFull",
+    "ShapeError",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class FastLLMError(Exception):
+    """Base of all errors with a user-facing meaning.
+
+    message: one sentence with real numbers. who: what it is about. why: the cause, when the message does not hold it. fix:
+    what can be typed or changed. fields: machine-readable details for `--json` and HTTP bodies.
+    """
+
+    exit_code = 1
+    http_status = 500
+    code = "server_error"
+
+    def __init__(self, message: str, *, who: str = "", why: str = "", fix: str = "", **fields: Any):
+        super().__init__(message)
+        self.message, self.who, self.why, self.fix, self.fields = message, who, why, fix, fields
+
+    def render(self) -> str:
+        """The text of the command line: `fastllm: error: …` and indented who/why/fix lines, no traceback."""
+        head = f"fastllm: error: {self.message}"
+        return "\n".join([head, *(f"  {k}: {v}" for k, v in (("who", self.who), ("why", self.why), ("fix", self.fix)) if v)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same fields for `--json`: {"error": {code, message, who, why, fix, exit_code, …fields}}."""
+        body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.fix}
+        return {"error": {**body, "exit_code": self.exit_code, **self.fields}}
+
+
+# 1: the thing itself failed -------------------------------------------------------------------------------------------
+
+
+class ModelFileError(FastLLMError):
+    """A model file is damaged, cut, inconsistent or not what its name says. Names file, offset or key, value and limit."""
+
+    code = "model_file_error"
+
+
+class TokenizerError(ModelFileError):
+    """A vocabulary that is missing, inconsistent or of an unknown kind; never replaced by another one."""
+
+    code = "tokenizer_error"
+
+
+class TemplateError(FastLLMError):
+    """A chat template that does not parse, refuses the messages, or exceeds its budget of time, steps or output."""
+
+    http_status, code = 400, "template_error"
+
+
+class DownloadError(FastLLMError):
+    """A download that failed: no space, no network, a wrong length or hash. Nothing half-written keeps the final name."""
+
+    code = "download_error"
+
+
+class ContextOverflow(FastLLMError):
+    """A prompt that leaves no room for one new token."""
+
+    http_status, code = 400, "context_length_exceeded"
+
+
+class OutOfMemory(FastLLMError):
+    """An allocation or a plan does not fit. Fields: requested, free (bytes), kind. The backend stays usable."""
+
+    http_status, code = 503, "out_of_memory"
+
+
+class EngineError(FastLLMError):
+    """The engine could not run a step; the requests of that step fail, others go on."""
+
+    code = "engine_error"
+
+
+class DeviceLost(EngineError):
+    """The device is gone (reset, unplugged, driver failure); running requests fail."""
+
+    code = "device_lost"
+
+
+class Cancelled(FastLLMError):
+    """The request was cancelled, by its owner or because the engine closed."""
+
+    http_status, code = 499, "cancelled"
+
+
+class QueueFull(FastLLMError):
+    """More requests wait than the limit allows; try again later."""
+
+    http_status, code = 503, "queue_full"
+
+
+# 2: the question was wrong --------------------------------------------------------------------------------------------
+
+
+class UsageError(FastLLMError):
+    """An option or argument that cannot be used as given."""
+
+    exit_code, http_status, code = 2, 400, "usage_error"
+
+
+class InvalidRequest(UsageError):
+    """A request field of the wrong type or out of range; names the field and the range."""
+
+    code = "invalid_request_error"
+
+
+class ConfigError(UsageError):
+    """A configuration file (`plugins.toml`) with an unknown key or a wrong value; names file and line."""
+
+    code = "config_error"
+
+
+class ModelNotFound(UsageError):
+    """No model of that name; lists close matches. Never a substitute."""
+
+    http_status, code = 404, "model_not_found"
+
+
+class BackendNotFound(UsageError):
+    """No backend of that name; lists close matches."""
+
+    code = "backend_not_found"
+
+
+class BackendDisabled(UsageError):
+    """The named backend is switched off by a variable or file, which is named."""
+
+    code = "backend_disabled"
+
+
+# 3, 4, 5: backends and support ----------------------------------------------------------------------------------------
+
+
+class BackendBroken(FastLLMError):
+    """A plug-in that fails to import, register, probe or open, or that collides with another of the same name."""
+
+    exit_code, code = 3, "backend_broken"
+
+
+class BackendIncompatible(BackendBroken):
+    """A plug-in written for another major version of the operator interface; says which side to upgrade."""
+
+    code = "backend_incompatible"
+
+
+class BackendUnavailable(FastLLMError):
+    """The plug-in is fine but its device or driver is not there."""
+
+    exit_code, http_status, code = 4, 503, "backend_unavailable"
+
+
+class UnsupportedError(FastLLMError):
+    """A model, op, dtype, format or range that cannot be run as asked; names the key and what is known."""
+
+    exit_code, http_status, code = 5, 400, "unsupported"
+
+
+class ShapeError(UnsupportedError):
+    """Operands whose shapes or dtypes do not fit the op's rule in the catalogue."""
+
+    code = "shape_error"

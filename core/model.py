@@ -1,0 +1,31 @@
+"""ModelDef: what a model family hands to the engine: a graph, where its weights come from, and a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .graph import Graph
+from .weights import WeightRef
+
+__all__ = ["ModelDef"]
+
+
+@dataclass(frozen=True)
+class ModelDef:
+    """One model, ready to be planned.
+
+    graph outputs: ["logits", "ids"] values: logits [R, V] f32 and the sampled ids [R]. weights: graph weight name -> where it
+    comes from. max_position: tokens the model was made for (its context limit). notes: one line each about anything that was
+    left out or decided (unused towers, a rope variant fixed by the context limit); printed once at load.
+    """
+
+    architecture: str
+    graph: Graph
+    weights: Mapping[str, WeightRef]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position: int
+    notes: tuple[str, ...] = ()
+    details: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,277 @@
+"""The operator catalogue (opset 1): what each op means, what it takes, and the shapes it gives.
+
+A backend implements these; `backends/ref` defines them in numpy. *Core* ops must be there (natively or inherited from `ref`);
+*extended* ops carry a decomposition into core ops, so that a backend written for opset 1 runs models that use them. An op never
+changes meaning: a change is a new op, or a new attribute with a neutral default.
+
+All activations are f32 unless a rule says otherwise. Every op obeys one law: **a row of the result depends on that row of the
+operands only**, whatever else is in the batch, and its bits do not change with T, S or R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from .errors import ShapeError
+
+if TYPE_CHECKING:
+    from .graph import GraphBuilder, Value
+
+__all__ = ["ACTIVATIONS", "CATALOGUE", "CORE_OPS", "MASKS", "OPSET", "STEP_INPUTS", "Attr", "Dim", "OpSpec", "Shape"]
+
+OPSET: Final = 1
+
+Dim = int | str
+Shape = tuple[Dim, ...]
+Operand = tuple[Shape, str] | None
+"""(shape, dtype) of an input, None where an optional one is absent."""
+
+STEP_INPUTS: Final[dict[str, tuple[Shape, str]]] = {
+    "ids": (("T",), "i32"),  # token ids of this step
+    "positions": (("T",), "i32"),  # position of each token in its sequence
+    "slots": (("T",), "i32"),  # where each token's keys and values go: block * block_size + offset
+    "query_start": (("S+1",), "i32"),  # tokens query_start[s] … query_start[s+1] belong to sequence s
+    "context_len": (("S",), "i32"),  # tokens of the sequence that are in the cache after this step's kv_write
+    "block_table": (("S", "B"), "i32"),  # cache blocks of each sequence, in order
+    "state_slot": (("S",), "i32"),  # slot of fixed-size state
+    "prefix_len": (("S",), "i32"),  # length of the part that attends both ways (mask "prefix")
+    "sample_rows": (("R",), "i32"),  # rows of T whose logits are needed
+    "u": (("R",), "f64"),  # uniform numbers in [0, 1)
+    "temperature": (("R",), "f32"),
+    "top_k": (("R",), "i32"),
+    "top_p": (("R",), "f32"),
+    "min_p": (("R",), "f32"),
+    "adjust_start": (("R+1",), "i32"),  # entries adjust_start[r] … adjust_start[r+1] change row r's logits
+    "adjust_ids": (("A",), "i32"),
+    "adjust_bias": (("A",), "f32"),
+    "adjust_repeat": (("A",), "f32"),
+    "adjust_sub": (("A",), "f32"),
+}
+"""Arrays that the engine fills for every step: name -> (shape, dtype)."""
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
+MASKS: Final = ("causal", "full", "prefix", "chunk")
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute: its default (None: it must be given) and, where only some values exist, which."""
+
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op. inputs: argument names, those ending in "?" may be absent. attrs: name -> Attr. infer: shapes and dtypes of the
+    outputs from those of the inputs. decompose: for extended ops, builds the same result from core ops."""
+
+    name: str
+    inputs: tuple[str, ...]
+    infer: Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
+    decompose: Callable[[GraphBuilder, Sequence[Value | None], Mapping[str, Any]], Value] | None = None
+    since: int = 1
+    doc: str = ""
+
+    @property
+    def core(self) -> bool:
+        """True if every backend must have it."""
+        return self.decompose is None
+
+    def complete_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """attrs with defaults filled in. Raises ShapeError for unknown, missing or impossible ones."""
+        unknown = set(attrs) - set(self.attrs)
+        if unknown:
+            raise ShapeError(f"op '{self.name}' has no attribute {', '.join(sorted(unknown))}; it has {', '.join(self.attrs) or 'none'}")
+        full = {}
+        for name, attr in self.attrs.items():
+            value = attrs.get(name, attr.default)
+            if value is None:
+                raise ShapeError(f"op '{self.name}' needs the attribute '{name}'")
+            if attr.choices and value not in attr.choices:
+                raise ShapeError(f"op '{self.name}': {name}={value!r} is not one of {', '.join(map(str, attr.choices))}")
+            full[name] = value
+        return full
+
+
+def _require(condition: bool, op: str, rule: str, *operands: Operand) -> None:
+    if not condition:
+        shapes = ", ".join("absent" if o is None else f"{o[1]}{list(o[0])}" for o in operands)
+        raise ShapeError(f"op '{op}' needs {rule}; got {shapes}")
+
+
+def _present(op: str, operand: Operand, name: str) -> tuple[Shape, str]:
+    if operand is None:
+        raise ShapeError(f"op '{op}' needs the operand '{name}'")
+    return operand
+
+
+# shape rules ----------------------------------------------------------------------------------------------------------
+
+
+def _embed(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (ids, kind), (table, _) = _present("embed", o[0], "ids"), _present("embed", o[1], "table")
+    _require(len(ids) == 1 and len(table) == 2 and kind == "i32", "embed", "ids i32[n] and table [V, C]", *o)
+    return [((ids[0], table[1]), "f32")]
+
+
+def _linear(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (x, _), (w, _) = _present("linear", o[0], "x"), _present("linear", o[1], "weight")
+    fits = len(x) == 2 and len(w) == 2 and x[1] == w[1] and (o[2] is None or o[2][0] == (w[0],))
+    _require(fits, "linear", "x [n, K], weight [N, K], bias [N]", *o)
+    return [((x[0], w[0]), "f32")]
+
+
+def _matmul(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (x, _), (w, _) = _present("matmul", o[0], "a"), _present("matmul", o[1], "b")
+    fits = len(x) == 3 and len(w) == 3 and x[1] == w[0] and x[2] == w[2]
+    _require(fits, "matmul", "a [T, H, K] and b [H, N, K]", *o)
+    return [((x[0], x[1], w[1]), "f32")]
+
+
+def _norm(op: str) -> Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]:
+    def infer(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+        x, _ = _present(op, o[0], "x")
+        _require(all(p is None or p[0] == (x[-1],) for p in o[1:]), op, "weight and bias of the last axis", *o)
+        return [(x, "f32")]
+
+    return infer
+
+
+def _rope(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    x, _ = _present("rope", o[0], "x")
+    (pos, _), (freq, _) = _present("rope", o[1], "positions"), _present("rope", o[2], "inv_freq")
+    fits = len(x) == 3 and pos == (x[0],) and len(freq) == 1 and 2 * int(freq[0]) <= int(x[2])
+    _require(fits, "rope", "x [T, H, D], positions [T], inv_freq [r] with 2r ≤ D", *o)
+    return [(x, "f32")]
+
+
+def _kv_write(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    spec = specs[0]
+    k, _ = _present("kv_write", o[1], "key")
+    fits = len(k) == 3 and k[1:] == (spec.num_kv_heads, spec.key_dim)
+    if spec.value_dim:
+        v, _ = _present("kv_write", o[2], "value")
+        fits = fits and v == (k[0], spec.num_kv_heads, spec.value_dim)
+    _require(fits, "kv_write", f"key and value of {spec}", *o)
+    return []
+
+
+def _attention(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    q, _ = _present("attention", o[0], "query")
+    spec = specs[1]
+    _require(len(q) == 3 and q[2] == spec.key_dim and int(q[1]) % spec.num_kv_heads == 0, "attention", f"query for {spec}", *o)
+    value_dim = spec.value_dim or a["value_dim"]
+    _require(value_dim > 0 and (spec.value_dim > 0 or value_dim <= spec.key_dim), "attention", "value_dim ≤ key_dim", *o)
+    _require(all(p is None or p[0] == (q[1],) for p in o[6:8]), "attention", "sinks and slopes [H]", *o)
+    _require(a["mask"] != "chunk" or a["chunk"] > 0, "attention", "chunk > 0 with mask 'chunk'", *o)
+    return [((q[0], q[1], value_dim), "f32")]
+
+
+def _act_mul(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    x, _ = _present("act_mul", o[0], "gate")
+    _require(o[1] is None or o[1][0] == x, "act_mul", "gate and up of one shape", *o)
+    return [(x, "f32")]
+
+
+def _binary(op: str) -> Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]:
+    def infer(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+        (x, _), (y, _) = _present(op, o[0], "x"), _present(op, o[1], "y")
+        rows = op == "mul" and len(y) == 1 and isinstance(y[0], str) and y[0] == x[0]
+        _require(y in (x, (x[-1],), (1,)) or rows, op, "y of x's shape, of its last axis, [1], or (mul) one factor a row", *o)
+        return [(x, "f32")]
+
+    return infer
+
+
+def _same(op: str) -> Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]:
+    def infer(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+        return [(_present(op, o[0], "x")[0], "f32")]
+
+    return infer
+
+
+def _quantize(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    x, _ = _present("quantize", o[0], "x")
+    _require(len(x) == 2 and int(x[1]) % a["group"] == 0, "quantize", f"x [n, K] with K a multiple of {a['group']}", *o)
+    return [(x, "i8"), ((x[0], int(x[1]) // a["group"]), "f32")]
+
+
+def _dequantize(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (codes, kind), (scales, _) = _present("dequantize", o[0], "codes"), _present("dequantize", o[1], "scales")
+    fits = kind == "i8" and len(codes) == 2 and scales == (codes[0], int(codes[1]) // a["group"])
+    _require(fits, "dequantize", "codes i8[n, K] and scales [n, K/group]", *o)
+    return [(codes, "f32")]
+
+
+def _sample(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    logits, _ = _present("sample", o[0], "logits")
+    _require(len(logits) == 2, "sample", "logits [R, V]", o[0])
+    return [((logits[0],), "i32")]
+
+
+def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Value:
+    x = inputs[0]
+    if x is None:
+        raise ShapeError("op 'softcap' needs the operand 'x'")
+    small = g.mul(x, g.scalar(1.0 / attrs["cap"]))
+    return g.mul(g.act_mul(small, kind="tanh"), g.scalar(attrs["cap"]))
+
+
+# the catalogue --------------------------------------------------------------------------------------------------------
+
+_SPECS = (
+    OpSpec("embed", ("ids", "table"), _embed, doc="""
+        out[i] = table[ids[i]], decoded to f32. ids: [n] i32 in 0…V−1; table: [V, C] of any format, or an f32 activation."""),
+    OpSpec("linear", ("x", "weight", "bias?"), _linear, doc="""
+        out[i, n] = Σ_k x[i, k] · weight[n, k] + bias[n]. Sums in f32 (or exact integers per group), in an order that does not
+        depend on the number of rows."""),
+    OpSpec("matmul", ("a", "b"), _matmul, doc="""
+        out[t, h, n] = Σ_k a[t, h, k] · b[h, n, k]: one small matrix per head (absorbed latent attention)."""),
+    OpSpec("rms_norm", ("x", "weight?"), _norm("rms_norm"), {"eps": Attr()}, doc="""
+        out = x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang & Sennrich 2019, eq. 4)."""),
+    OpSpec("layer_norm", ("x", "weight?", "bias?"), _norm("layer_norm"), {"eps": Attr()}, doc="""
+        out = (x − mean) / sqrt(var + eps) · weight + bias over the last axis, var with 1/n, in two passes (Ba et al. 2016)."""),
+    OpSpec("rope", ("x", "positions", "inv_freq"), _rope,
+           {"style": Attr("half", ("half", "pairs")), "factor": Attr(1.0)}, doc="""
+        Rotary embedding (Su et al. 2021): pair i of a head turns by positions[t] · inv_freq[i]; cos and sin are multiplied by
+        `factor`. style half: the pair is (i, i + r); pairs: (2i, 2i + 1); r = len(inv_freq). Elements from 2r on are copied.
+        The angle is computed in f64 and rounded once after cos and sin."""),
+    OpSpec("kv_write", ("cache", "key", "value?", "slots"), _kv_write, doc="""
+        Stores key[t] and value[t] at slot slots[t] = block · block_size + offset of the cache. A negative slot stores nothing."""),
+    OpSpec("attention",
+           ("query", "cache", "positions", "query_start", "context_len", "block_table", "sinks?", "alibi_slopes?", "prefix_len?"),
+           _attention,
+           {"scale": Attr(), "mask": Attr("causal", MASKS), "chunk": Attr(0), "window": Attr(0), "softcap": Attr(0.0),
+            "value_dim": Attr(0)}, doc="""
+        Row t of sequence s sees key j of the same sequence, 0 ≤ j < context_len[s], where the mask allows it at p = positions[t]:
+        causal j ≤ p; full: all; prefix: j ≤ p or both j and p < prefix_len[s]; chunk: j ≤ p and ⌊j/chunk⌋ = ⌊p/chunk⌋; and, with a
+        window W > 0, p − j < W (the token itself counts). score = scale · q·k (softcap c > 0: c·tanh(score/c)) + slope[h]·(j − p);
+        weights = softmax over the visible keys, with exp(sinks[h]) added to the denominator. Query head h uses kv head
+        h // (H / K). A row that sees no key is zeros. Key j is at block_table[s, j // block_size], offset j % block_size."""),
+    OpSpec("act_mul", ("gate", "up?"), _act_mul, {"kind": Attr("silu", ACTIVATIONS)}, doc="""
+        act(gate) · up (or act(gate) alone). silu z·σ(z); gelu z·Φ(z); gelu_tanh ½z(1 + tanh(√(2/π)(z + 0.044715 z³))); sigmoid;
+        tanh; relu; swiglu_oai: g = min(gate, 7), u = clip(up, ±7): g·σ(1.702 g)·(u + 1)."""),
+    OpSpec("add", ("x", "y"), _binary("add"), doc="""out = x + y; y has x's shape, or that of its last axis, or [1]."""),
+    OpSpec("mul", ("x", "y"), _binary("mul"), doc="""out = x · y; y as in `add`, or [T]: one factor a row."""),
+    OpSpec("softmax", ("x",), _same("softmax"), doc="""out = exp(x − max) / Σ exp(x − max) over the last axis."""),
+    OpSpec("quantize", ("x",), _quantize, {"group": Attr(32)}, doc="""
+        Symmetric int8 per group of the last axis: scale = max|x| / 127, code = round half to even (x / scale); zeros for a group of
+        zeros."""),
+    OpSpec("dequantize", ("codes", "scales"), _dequantize, {"group": Attr(32)}, doc="""out = code · scale of its group."""),
+    OpSpec("sample",
+           ("logits", "u", "temperature", "top_k", "top_p", "min_p", "adjust_start", "adjust_ids", "adjust_bias", "adjust_repeat",
+            "adjust_sub"), _sample, doc="""
+        One id per row, a pure function of the row's logits, its parameters and u (see `core/sampling.py` for the order). A row
+        without a finite logit gives −1, which the engine turns into an error."""),
+    OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, _softcap_decomposed, doc="""out = cap · tanh(x / cap)."""),
+)  # fmt: skip
+
+CATALOGUE: Final[dict[str, OpSpec]] = {spec.name: spec for spec in _SPECS}
+"""name -> OpSpec."""
+
+CORE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.core)
+"""Names of the core ops of this opset, in catalogue order."""
