@@ -363,7 +363,8 @@ class Backend(ABC):
         return None
 
     def close(self) -> None:
-        """Returns everything; may be called twice."""
+        """Returns everything; may be called twice. The default owns nothing."""
+        return None
 
     def __enter__(self) -> Backend:
         return self
