@@ -44,7 +44,11 @@ FL_INLINE uint32_t fl_as_bits(float value) {
   return bits;
 }
 
-FL_INLINE uint16_t fl_load16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+FL_INLINE uint16_t fl_load16(const uint8_t *p) {
+  uint16_t v;
+  memcpy(&v, p, 2);
+  return v;
+}
 
 FL_INLINE uint32_t fl_load32(const uint8_t *p) {
   uint32_t v;

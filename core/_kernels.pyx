@@ -130,8 +130,8 @@ def encode(str format, values):
         return f32_to_f16(source_).reshape(-1).view(np.uint8)
     if format == "bf16":
         return f32_to_bf16(source_).reshape(-1).view(np.uint8)
-    if source_.ndim and source_.shape[-1] % spec.block:
-        raise ShapeError(f"rows of {source_.shape[-1]} values are not whole {format} blocks of {spec.block}", who="values")
+    if source_.ndim and source_.shape[source_.ndim - 1] % spec.block:
+        raise ShapeError(f"rows of {source_.shape[source_.ndim - 1]} values are not whole {format} blocks of {spec.block}", who="values")
     if not np.isfinite(source_).all():
         raise UnsupportedError(f"{format} cannot hold NaN or infinity", who="values")
     out = np.empty(spec.nbytes(source_.size), np.uint8)
