@@ -56,13 +56,16 @@ FL_INLINE uint32_t fl_load32(const uint8_t *p) {
   return v;
 }
 
+/* A select without a branch, which is what lets the loops over arrays vectorise. */
+FL_INLINE uint32_t fl_pick(int condition, uint32_t yes, uint32_t no) { return no ^ ((no ^ yes) & (0u - (uint32_t)condition)); }
+
 /* f16 -> f32, exact. Subnormals are made by a subtraction of normal numbers, so the result does not depend on the
- * flush-to-zero mode of the thread. NaN keeps sign and payload. No branches: the loop over an array vectorises. */
+ * flush-to-zero mode of the thread. NaN keeps sign and payload. */
 FL_INLINE float fl_half_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
   const uint32_t small = fl_as_bits(fl_as_float(magnitude + (113u << 23)) - fl_as_float(113u << 23));
   const uint32_t normal = magnitude + (112u << 23), special = magnitude + (224u << 23);
-  const uint32_t bits = magnitude < (1u << 23) ? small : magnitude >= (31u << 23) ? special : normal;
+  const uint32_t bits = fl_pick(magnitude < (1u << 23), small, fl_pick(magnitude >= (31u << 23), special, normal));
   return fl_as_float(bits | sign);
 }
 
@@ -72,8 +75,8 @@ FL_INLINE uint16_t fl_float_to_half(float value) {
   /* 0.5 has an ulp of 2^-24, the smallest f16: the addition itself rounds to a multiple of it */
   const uint32_t small = fl_as_bits(fl_as_float(magnitude) + 0.5f) - fl_as_bits(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : 0x7c00;
-  const uint32_t half = magnitude < (113u << 23) ? small : magnitude >= (143u << 23) ? special : normal;
+  const uint32_t special = fl_pick(magnitude > 0x7f800000, 0x7e00 | (magnitude >> 13 & 0x3ff), 0x7c00);
+  const uint32_t half = fl_pick(magnitude < (113u << 23), small, fl_pick(magnitude >= (143u << 23), special, normal));
   return (uint16_t)(half | sign);
 }
 
@@ -81,7 +84,7 @@ FL_INLINE uint16_t fl_float_to_half(float value) {
 FL_INLINE uint16_t fl_float_to_bf16(float value) {
   const uint32_t bits = fl_as_bits(value);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-  return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+  return (uint16_t)fl_pick((bits & 0x7fffffff) > 0x7f800000, quiet, rounded);
 }
 
 FL_CLONES static void fl_halves_to_floats(const uint8_t *in, float *out, int64_t n) {
@@ -292,7 +295,7 @@ FL_CLONES static int fl_decode(int type, const uint8_t *in, float *out, int64_t 
 #undef FL_BLOCKS
 #undef FL_VALUES
 
-/* ---- encoders: ggml's reference rounding, 32 values per block -------------------------------------------------------------- */
+/* ---- encoders: ggml reference rounding, 32 values per block --------------------------------------------------------------- */
 
 FL_INLINE void fl_store16(uint8_t *p, uint16_t v) {
   p[0] = (uint8_t)v;
