@@ -1,0 +1,289 @@
+"""The one bounds-checked reader: maps a file read-only and hands out numbers, strings and extents of it.
+
+Model files come from strangers, so every length and offset is compared with the bytes that are left *before* anything is
+allocated or looped over, always as `length > left` (never `position + length > size`, the form that overflows when this is
+ported to C). Every loader of this room goes through `MappedFile` and `Cursor`; none slices a file itself.
+
+Why a map: weights stay in the page cache, are shared between processes and are read only when touched. What happens when
+somebody changes the file meanwhile: *replacing* it (rename, or delete and create) is harmless, the map keeps the old file
+alive; *writing into it* shows through, and *truncating* it makes the next touch of a lost page a SIGBUS. `check_unchanged`
+(one `fstat`, under a microsecond) detects both before a step; it is no lock, so a truncation while a step runs can still
+end the process. Nothing in plain Python can catch that; the native layer may install a handler that names `path`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import struct
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import ModelFileError
+
+__all__ = ["Cursor", "MappedFile", "describe_content", "shown"]
+
+AGAIN = "download the file again: it is cut or damaged"
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory", "name a model file, or a folder that holds config.json"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)", "save the data to a regular file first"),
+    (stat.S_ISSOCK, "a socket", "name a regular file"),
+    (stat.S_ISCHR, "a character device", "name a regular file"),
+    (stat.S_ISBLK, "a block device", "name a regular file"),
+)
+
+
+def shown(text: object, limit: int = 80) -> str:
+    """`text` for a message: quoted, control characters and lone surrogates escaped, cut after `limit` characters."""
+    raw = str(text)
+    cut = raw if len(raw) <= limit else raw[:limit] + "…"
+    return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode("ascii") for c in cut) + "'"
+
+
+def describe_content(head: bytes) -> tuple[str, str] | None:
+    """(what it is, fix) of a file that is no model although its name says so, from its first bytes; None if not known."""
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git-LFS pointer, not the file itself", "run `git lfs pull` in that folder, or download the file directly"
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<!--")):
+        return "a web page (HTML or XML)", "download the file itself: the page was a login or an error"
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "a zip archive (a wheel, or weights saved by torch as pickle)", "unpack it, or convert pickled weights to safetensors"
+    if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "a Python pickle, which can run code when opened", "convert it to safetensors"
+    if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")):
+        return "a compressed archive", "unpack it first"
+    if head[257:262] == b"ustar":
+        return "a tar archive", "unpack it first"
+    if head.startswith(b"GGUF"):
+        return "a GGUF file", "give it the suffix .gguf"
+    if head[:4] in (b"lmgg", b"ggml", b"tjgg", b"ggjt", b"fmgg", b"ggmf"):
+        return "a GGML file from before GGUF", "convert the original model again with a current converter"
+    if head[8:10] == b'{"' and head[6:8] == b"\0\0":
+        return "a safetensors file", "give it the suffix .safetensors"
+    if text.startswith((b"{", b"[")):
+        return "a JSON text", "name the model file itself"
+    if head and not head.strip(b"\0"):
+        return "filled with zero bytes", "download the file again"
+    return None
+
+
+class MappedFile:
+    """A regular file, mapped read-only. path: as given; size: bytes; data: all of it as u8 [size], a read-only view.
+
+    Raises ModelFileError naming what `path` is when it is missing, no regular file, empty, a Git-LFS pointer or a web page.
+    Close it, or drop it: views handed out keep the map alive until the last one is gone.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        self._fd = -1
+        try:
+            self._check_kind(os.stat(self.path))  # before opening: opening a FIFO or a device has effects
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            info = os.fstat(self._fd)
+            self._check_kind(info)
+            if not info.st_size:
+                raise self.error("the file is empty (0 bytes)", fix="download the file again")
+            self.size = info.st_size
+            self._stamp = (info.st_size, info.st_mtime_ns)
+            self._map = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as exc:
+            self._close_fd()
+            raise self._open_error(exc) from None
+        except ModelFileError:
+            self._close_fd()
+            raise
+        self.data: np.ndarray = np.frombuffer(self._map, np.uint8)  # [size]
+        found = describe_content(self.head())
+        if found and found[0].startswith(("a Git-LFS", "a web page")):
+            self.close()
+            raise self.error(f"the file is {found[0]}", fix=found[1])
+
+    def head(self, count: int = 512) -> bytes:
+        """The first bytes, for `describe_content`."""
+        return bytes(self._map[:count])
+
+    def error(self, message: str, *, offset: int | None = None, why: str = "", fix: str = AGAIN, **fields: Any) -> ModelFileError:
+        """A ModelFileError about this file; `offset` is the byte where the bad value is."""
+        where = "" if offset is None else f" at byte {offset}"
+        if offset is not None:
+            fields["offset"] = offset
+        return ModelFileError(f"{os.path.basename(self.path)}{where}: {message}", who=self.path, why=why, fix=fix, **fields)
+
+    def wrong_magic(self, expected: str) -> ModelFileError:
+        """The error for a file that does not start as a file of kind `expected` must: says what it is, if that is known."""
+        found = describe_content(self.head())
+        if found:
+            return self.error(f"this is {found[0]}, not {expected}", fix=found[1])
+        return self.error(f"this is not {expected}: it starts with {self.head(8).hex(' ')}", offset=0)
+
+    def extent(self, name: str, offset: int, nbytes: int) -> np.ndarray:
+        """Bytes [offset, offset + nbytes) as a u8 view. Raises ModelFileError naming `name` if the file does not hold them."""
+        if offset < 0 or nbytes < 0 or offset > self.size or nbytes > self.size - offset:
+            raise self.error(
+                f"{name} needs {nbytes} bytes at offset {offset}, but the file has {self.size} bytes",
+                why="the file is shorter than its header says",
+                offset=offset,
+                limit=self.size,
+            )
+        return self.data[offset : offset + nbytes]
+
+    def check_unchanged(self) -> None:
+        """Raises ModelFileError if the mapped file was written to or cut since it was opened (size or time differ)."""
+        if self._fd < 0:
+            raise self.error("the file is closed", fix="open the model again")
+        info = os.fstat(self._fd)
+        if (info.st_size, info.st_mtime_ns) != self._stamp:
+            raise self.error(
+                f"the file changed while it was in use: {self.size} bytes when opened, {info.st_size} now",
+                why="the weights in memory are a view of the file, so results can no longer be trusted",
+                fix="start again, and replace model files by renaming a new file into place",
+            )
+
+    def close(self) -> None:
+        """Lets go of the map and the descriptor; the memory returns when the last view of it is gone."""
+        self._close_fd()
+        self.data = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # views are in use: the map goes with the last of them
+            self._map.close()
+
+    def _close_fd(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check_kind(self, info: os.stat_result) -> None:
+        for test, kind, fix in _KINDS:
+            if test(info.st_mode):
+                raise self.error(f"this is {kind}, not a regular file", fix=fix)
+
+    def _open_error(self, exc: Exception) -> ModelFileError:
+        code = getattr(exc, "errno", None)
+        if code == errno.ENOENT:
+            if os.path.islink(self.path):
+                target = os.readlink(self.path)
+                return self.error(f"this is a symlink to {shown(target)}, which does not exist", fix="restore the file it points to")
+            return self.error("there is no such file", fix="check the path")
+        if code == errno.ELOOP:
+            return self.error("this is a loop of symlinks", fix="name the file itself")
+        if code in (errno.EACCES, errno.EPERM):
+            return self.error("no permission to read the file", fix=f"chmod a+r {self.path}, or run as its owner")
+        reason = getattr(exc, "strerror", None) or str(exc)
+        return self.error(f"the file cannot be opened: {reason}", fix="check the path and the disk it is on")
+
+
+class Cursor:
+    """Reads little-endian values one after another. what: the part of the file for messages; pos, end: byte positions.
+
+    Every getter raises ModelFileError with the byte position if fewer bytes are left than the value needs.
+    """
+
+    def __init__(self, file: MappedFile, pos: int = 0, end: int | None = None):
+        self.file, self.pos = file, pos
+        self.end = file.size if end is None else end
+        self._buffer = file._map
+
+    @property
+    def left(self) -> int:
+        """Bytes between the position and the end."""
+        return self.end - self.pos
+
+    def need(self, nbytes: int, what: str) -> int:
+        """Checks that `nbytes` are left, returns the position and moves past them."""
+        pos = self.pos
+        if nbytes > self.end - pos:
+            raise self.file.error(f"{what} needs {nbytes} bytes, but only {self.end - pos} are left", offset=pos, limit=self.end)
+        self.pos = pos + nbytes
+        return pos
+
+    def unpack(self, code: str, what: str) -> Any:
+        """One value of the struct code `code` (B b H h I i Q q f d)."""
+        return struct.unpack_from("<" + code, self._buffer, self.need(struct.calcsize("<" + code), what))[0]
+
+    def u8(self, what: str) -> int:
+        """An unsigned byte."""
+        return self.unpack("B", what)
+
+    def u16(self, what: str) -> int:
+        """An unsigned 16-bit number."""
+        return self.unpack("H", what)
+
+    def u32(self, what: str) -> int:
+        """An unsigned 32-bit number."""
+        return self.unpack("I", what)
+
+    def u64(self, what: str) -> int:
+        """An unsigned 64-bit number."""
+        return self.unpack("Q", what)
+
+    def f32(self, what: str) -> float:
+        """A single-precision number."""
+        return self.unpack("f", what)
+
+    def f64(self, what: str) -> float:
+        """A double-precision number."""
+        return self.unpack("d", what)
+
+    def bytes(self, nbytes: int, what: str) -> bytes:
+        """`nbytes` bytes, copied."""
+        pos = self.need(nbytes, what)
+        return self._buffer[pos : pos + nbytes]
+
+    def count(self, what: str, item_bytes: int, limit: int | None = None) -> int:
+        """A u64 count of items that take at least `item_bytes` each; more than the bytes left can hold is an error."""
+        pos = self.pos
+        count = self.u64(what)
+        if count > self.left // item_bytes:
+            raise self.file.error(
+                f"{what} is {count}, but the {self.left} bytes left hold at most {self.left // item_bytes}", offset=pos, limit=self.end
+            )
+        if limit is not None and count > limit:
+            raise self.file.error(f"{what} is {count}; the limit is {limit}", offset=pos, limit=limit)
+        return count
+
+    def string(self, what: str, limit: int | None = None) -> str:
+        """A u64 length and that many bytes of UTF-8."""
+        pos = self.pos
+        length = self.count(f"the length of {what}", 1, limit)
+        raw = self.bytes(length, what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise self.file.error(f"{what} is not valid UTF-8: {exc.reason}", offset=pos + 8 + exc.start) from None
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """`count` strings (u64 length, UTF-8). One plain loop: 262,144 pieces of a vocabulary take about 0.1 s."""
+        unpack, buffer, end, pos = struct.Struct("<Q").unpack_from, self._buffer, self.end, self.pos
+        out: list[str] = []
+        append = out.append
+        try:
+            for _ in range(count):
+                if end - pos < 8:
+                    break
+                (length,) = unpack(buffer, pos)
+                if length > end - pos - 8:
+                    break
+                start = pos + 8
+                append(buffer[start : start + length].decode("utf-8"))
+                pos = start + length
+            else:
+                self.pos = pos
+                return out
+        except UnicodeDecodeError as exc:
+            raise self.file.error(f"{what}[{len(out)}] is not valid UTF-8: {exc.reason}", offset=pos + 8 + exc.start) from None
+        raise self.file.error(f"{what}[{len(out)}] of {count} strings reaches past the end of the file", offset=pos, limit=end)
+
+    def array(self, dtype: np.dtype, count: int, what: str) -> np.ndarray:
+        """`count` numbers as a read-only view of the file ([count], perhaps unaligned)."""
+        if count > self.left // dtype.itemsize:
+            raise self.file.error(
+                f"{what} has {count} values of {dtype.itemsize} bytes, but only {self.left} bytes are left", offset=self.pos, limit=self.end
+            )
+        pos = self.need(count * dtype.itemsize, what)
+        return self.file.data[pos : pos + count * dtype.itemsize].view(dtype)
