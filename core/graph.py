@@ -279,7 +279,7 @@ class GraphBuilder:
         return self.op("add", x, y)[0]
 
     def mul(self, x: Value, y: Value) -> Value:
-        """x · y; y has x's shape, or [C], or [1], or [T] (one factor a row)."""
+        """x · y; y has x's shape, or [C], or [1], or [T, 1] (one factor a row)."""
         return self.op("mul", x, y)[0]
 
     def softmax(self, x: Value) -> Value:

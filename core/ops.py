@@ -180,8 +180,8 @@ def _act_mul(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -
 def _binary(op: str) -> Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]:
     def infer(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
         (x, _), (y, _) = _present(op, o[0], "x"), _present(op, o[1], "y")
-        rows = op == "mul" and len(y) == 1 and isinstance(y[0], str) and y[0] == x[0]
-        _require(y in (x, (x[-1],), (1,)) or rows, op, "y of x's shape, of its last axis, [1], or (mul) one factor a row", *o)
+        rows = op == "mul" and y == (x[0], 1)
+        _require(y in (x, (x[-1],), (1,)) or rows, op, "y of x's shape, of its last axis, [1], or (mul) [T, 1]", *o)
         return [(x, "f32")]
 
     return infer
@@ -256,7 +256,7 @@ _SPECS = (
         act(gate) · up (or act(gate) alone). silu z·σ(z); gelu z·Φ(z); gelu_tanh ½z(1 + tanh(√(2/π)(z + 0.044715 z³))); sigmoid;
         tanh; relu; swiglu_oai: g = min(gate, 7), u = clip(up, ±7): g·σ(1.702 g)·(u + 1)."""),
     OpSpec("add", ("x", "y"), _binary("add"), doc="""out = x + y; y has x's shape, or that of its last axis, or [1]."""),
-    OpSpec("mul", ("x", "y"), _binary("mul"), doc="""out = x · y; y as in `add`, or [T]: one factor a row."""),
+    OpSpec("mul", ("x", "y"), _binary("mul"), doc="""out = x · y; y as in `add`, or [T, 1]: one factor a row."""),
     OpSpec("softmax", ("x",), _same("softmax"), doc="""out = exp(x − max) / Σ exp(x − max) over the last axis."""),
     OpSpec("quantize", ("x",), _quantize, {"group": Attr(32)}, doc="""
         Symmetric int8 per group of the last axis: scale = max|x| / 127, code = round half to even (x / scale); zeros for a group of

@@ -1,0 +1,256 @@
+"""RefBackend: memory of numpy arrays, and every core op of the catalogue as `ref.NAME`.
+
+A vendor's backend inherits this class and replaces one op at a time. The inherited ops reach operands through `read` and `write`: on
+memory that is a numpy array they work in place; on a device's own memory they download, compute here and upload, so that
+everything is right from the first minute and only slow.
+
+Cache layout (of this backend's own memory): block = keys [K, block_size, Dk] then values [K, block_size, Dv], f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fastllm.api import (
+    CATALOGUE,
+    CORE_OPS,
+    OPSET,
+    Backend,
+    Buffer,
+    KVSpec,
+    MemoryInfo,
+    No,
+    OpFn,
+    OpQuery,
+    OutOfMemory,
+    Stream,
+    Tensor,
+    Yes,
+)
+
+from . import ops
+
+__all__ = ["RefBackend"]
+
+NUMPY: dict[str, np.dtype[Any]] = {"f32": np.dtype("f4"), "f64": np.dtype("f8"), "i32": np.dtype("i4"), "i8": np.dtype("i1")}
+
+
+class RefBackend(Backend):
+    """The host's memory and numpy. Also the base class of backends that are being written."""
+
+    name = "ref"
+
+    def __init__(self) -> None:
+        """Opens the backend; nothing is allocated."""
+        self._used = 0
+
+    # memory ---------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int, kind: str) -> Buffer:
+        """Zeroed host memory."""
+        try:
+            array = np.zeros(nbytes, np.uint8)
+        except MemoryError:
+            raise OutOfMemory(f"{kind} buffer of {nbytes:,} bytes: the host has no memory left", requested=nbytes, kind=kind) from None
+        self._used += nbytes
+
+        def release() -> None:
+            self._used -= nbytes
+
+        return Buffer(nbytes, kind, array, release)
+
+    def wrap_host(self, view: np.ndarray, readonly: bool) -> Buffer | None:
+        """The array itself."""
+        return Buffer(view.nbytes, "staging", view)
+
+    def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
+        """Copies bytes in."""
+        dst.handle[offset : offset + src.nbytes] = np.frombuffer(src, np.uint8)
+
+    def download(self, dst: memoryview, src: Buffer, offset: int, stream: Stream) -> None:
+        """Copies bytes out."""
+        dst.cast("B")[:] = src.handle[offset : offset + dst.nbytes].data
+
+    def memory(self) -> MemoryInfo:
+        """Bytes that buffers hold; the host's own numbers are not asked for."""
+        return MemoryInfo(0, 0, self._used)
+
+    # support --------------------------------------------------------------------------------------------------------
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        """Every core op in f32; weights in f32 (the engine decodes every format to it without loss)."""
+        spec = CATALOGUE.get(q.op)
+        if spec is None or q.op not in CORE_OPS or spec.since > OPSET:
+            return No(f"'{q.op}' is not a core op of opset {OPSET}")
+        unknown = set(q.attrs) - set(spec.attrs)
+        if unknown:
+            return No(f"'{q.op}' has no attribute {', '.join(sorted(unknown))}")
+        if q.op == "sample":
+            return No("sampled on the host")
+        bad = [d for d in q.dtypes if d not in (None, "f32", "i32", "i8", "kv", "slot")]
+        return No(f"numpy computes in f32, not {', '.join(map(str, bad))}") if bad else Yes(f"ref.{q.op}", angle="f64")
+
+    def ops(self) -> Mapping[str, OpFn]:
+        """`ref.NAME` for every core op but `sample`."""
+        return {f"ref.{name}": getattr(self, f"_op_{name}") for name in CORE_OPS if name != "sample"}
+
+    # operands -------------------------------------------------------------------------------------------------------
+
+    def read(self, t: Tensor) -> np.ndarray:
+        """An operand as an array of its shape: a view of this backend's memory, else a downloaded copy."""
+        dtype = NUMPY[t.dtype]
+        strides = t.strides or _contiguous(t.shape)
+        if 0 in t.shape:
+            return np.zeros(t.shape, dtype)
+        span = (1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))) * dtype.itemsize
+        raw = self._bytes(t.buffer, t.offset, span)
+        return np.lib.stride_tricks.as_strided(raw.view(dtype), t.shape, [s * dtype.itemsize for s in strides])
+
+    def write(self, t: Tensor, values: np.ndarray) -> None:
+        """Stores a result. Contiguous tensors of a device are uploaded; strided ones are read, changed and uploaded."""
+        if 0 in t.shape:
+            return
+        if isinstance(t.buffer.handle, np.ndarray):
+            self.read(t)[...] = values
+            return
+        dtype = NUMPY[t.dtype]
+        strides = t.strides or _contiguous(t.shape)
+        span = (1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))) * dtype.itemsize
+        raw = self._bytes(t.buffer, t.offset, span) if t.strides else np.empty(span, np.uint8)
+        np.lib.stride_tricks.as_strided(raw.view(dtype), t.shape, [s * dtype.itemsize for s in strides])[...] = values
+        self.upload(t.buffer, t.offset, memoryview(raw), Stream())
+
+    def _bytes(self, buffer: Buffer, offset: int, nbytes: int) -> np.ndarray:
+        if isinstance(buffer.handle, np.ndarray):
+            return buffer.handle[offset : offset + nbytes]
+        raw = np.empty(nbytes, np.uint8)
+        stream = self.new_stream()
+        self.download(memoryview(raw), buffer, offset, stream)
+        stream.synchronize()
+        return raw
+
+    def _block(self, cache: Tensor, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One cache block: (raw bytes, keys [K, block_size, Dk], values [K, block_size, Dv])."""
+        spec = cache.spec
+        if not isinstance(spec, KVSpec):
+            raise TypeError("attention and kv_write need a key/value cache")
+        if not 0 <= block < cache.num_blocks:
+            raise IndexError(f"cache block {block} is outside of 0…{cache.num_blocks - 1}")
+        raw = self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes)
+        values = raw.view(np.float32)
+        size = spec.num_kv_heads * cache.block_size * spec.key_dim
+        keys = values[:size].reshape(spec.num_kv_heads, cache.block_size, spec.key_dim)
+        end = size + spec.num_kv_heads * cache.block_size * spec.value_dim
+        return raw, keys, values[size:end].reshape(spec.num_kv_heads, cache.block_size, spec.value_dim)
+
+    # ops ------------------------------------------------------------------------------------------------------------
+
+    def _op_embed(self, ids: Tensor, table: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, ops.embed(self.read(ids), self.read(table)))
+
+    def _op_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, ops.linear(self.read(x), self.read(weight), None if bias is None else self.read(bias)))
+
+    def _op_matmul(self, a: Tensor, b: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, ops.matmul(self.read(a), self.read(b)))
+
+    def _op_rms_norm(self, x: Tensor, weight: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, eps: float) -> None:
+        self.write(out, ops.rms_norm(self.read(x), None if weight is None else self.read(weight), eps))
+
+    def _op_layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, eps: float
+    ) -> None:
+        w, b = (None if t is None else self.read(t) for t in (weight, bias))
+        self.write(out, ops.layer_norm(self.read(x), w, b, eps))
+
+    def _op_rope(
+        self, x: Tensor, positions: Tensor, inv_freq: Tensor, *, out: Tensor, stream: Stream, ws: Any, style: str, factor: float
+    ) -> None:
+        self.write(out, ops.rope(self.read(x), self.read(positions), self.read(inv_freq), style, factor))
+
+    def _op_kv_write(
+        self, cache: Tensor, key: Tensor, value: Tensor | None, slots: Tensor, *, out: Any, stream: Stream, ws: Any
+    ) -> None:
+        keys, values = self.read(key), None if value is None else self.read(value)
+        for t, slot in enumerate(self.read(slots).tolist()):
+            if slot < 0:
+                continue
+            block, offset = divmod(slot, cache.block_size)
+            raw, k, v = self._block(cache, block)
+            k[:, offset] = keys[t]
+            if values is not None:
+                v[:, offset] = values[t]
+            if not isinstance(cache.buffer.handle, np.ndarray):
+                self.upload(cache.buffer, cache.offset + block * cache.block_bytes, memoryview(raw), stream)
+
+    def _op_attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        positions: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        block_table: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        prefix_len: Tensor | None,
+        *,
+        out: Tensor,
+        stream: Stream,
+        ws: Any,
+        value_dim: int,
+        **attrs: Any,
+    ) -> None:
+        q, where, starts = self.read(query), self.read(positions).tolist(), self.read(query_start).tolist()
+        prefix = [0] * len(starts) if prefix_len is None else self.read(prefix_len).tolist()
+        extra: dict[str, Any] = {"sinks": None if sinks is None else self.read(sinks), "slopes": None if alibi_slopes is None else self.read(alibi_slopes)}
+        result = np.zeros(out.shape, np.float32)
+        for s, length in enumerate(self.read(context_len).tolist()):
+            rows = range(starts[s], starts[s + 1])
+            if not rows or not length:
+                continue
+            keys, values = self._gather(cache, self.read(block_table)[s], length, value_dim)
+            for t in rows:
+                result[t] = ops.attention(q[t], keys, values, where[t], prefix_len=prefix[s], **attrs, **extra)
+        self.write(out, result)
+
+    def _gather(self, cache: Tensor, table: np.ndarray, length: int, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys [n, K, Dk] and values [n, K, Dv] of one sequence, in order."""
+        blocks = [self._block(cache, b) for b in table[: -(-length // cache.block_size)].tolist()]
+        keys = np.concatenate([k for _, k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+        if value_dim:
+            return keys, keys[..., :value_dim]
+        return keys, np.concatenate([v for _, _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+
+    def _op_act_mul(self, gate: Tensor, up: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
+        self.write(out, ops.act_mul(self.read(gate), None if up is None else self.read(up), kind))
+
+    def _op_add(self, x: Tensor, y: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, self.read(x) + self.read(y))
+
+    def _op_mul(self, x: Tensor, y: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        a, b = self.read(x), self.read(y)
+        per_row = b.ndim == 2 and b.shape != a.shape  # [T, 1]
+        self.write(out, a * (b.reshape(-1, *[1] * (a.ndim - 1)) if per_row else b))
+
+    def _op_softmax(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, ops.softmax(self.read(x)))
+
+    def _op_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, group: int) -> None:
+        codes, scales = ops.quantize(self.read(x), group)
+        self.write(out[0], codes)
+        self.write(out[1], scales)
+
+    def _op_dequantize(self, codes: Tensor, scales: Tensor, *, out: Tensor, stream: Stream, ws: Any, group: int) -> None:
+        self.write(out, ops.dequantize(self.read(codes), self.read(scales), group))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for dim in reversed(shape):
+        strides.append(step)
+        step *= dim
+    return tuple(reversed(strides))

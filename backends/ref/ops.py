@@ -1,0 +1,199 @@
+"""The core ops in numpy: short, readable, and the same bits for a row whatever else is in the batch.
+
+Arrays in, arrays out; f32. Products of vectors with matrices go through `dot_rows`, one row at a time, because numpy's matmul picks
+another algorithm (and other bits) for one row than for sixty-four.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+__all__ = [
+    "act_mul",
+    "attention",
+    "dequantize",
+    "dot_rows",
+    "embed",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "quantize",
+    "rms_norm",
+    "rope",
+    "softmax",
+]
+
+F32 = np.float32
+
+
+def dot_rows(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [n, K] · w [N, K]ᵀ -> [n, N], each row of x alone."""
+    out = np.empty((len(x), len(w)), F32)
+    for row, result in zip(x, out, strict=True):
+        np.einsum("nk,k->n", w, np.ascontiguousarray(row), out=result)
+    return out
+
+
+def embed(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """ids [n], table [V, C] -> [n, C]. Raises IndexError for an id outside of the table."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= len(table)):
+        raise IndexError(f"embed: id {int(ids.min()) if ids.min() < 0 else int(ids.max())} is outside of 0…{len(table) - 1}")
+    return table[ids]
+
+
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """x [n, K], weight [N, K], bias [N] -> [n, N]."""
+    out = dot_rows(x, weight)
+    return out if bias is None else out + bias
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [T, H, K], b [H, N, K] -> [T, H, N]."""
+    out = np.empty((a.shape[0], a.shape[1], b.shape[1]), F32)
+    for h in range(a.shape[1]):
+        out[:, h] = dot_rows(a[:, h], b[h])
+    return out
+
+
+def _row_mean(x: np.ndarray) -> np.ndarray:
+    """Mean over the last axis, row by row: [..., C] -> [..., 1]."""
+    flat = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    means = np.array([np.add.reduce(row) for row in flat], F32) / F32(x.shape[-1])
+    return means.reshape(*x.shape[:-1], 1)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis."""
+    out = x / np.sqrt(_row_mean(x * x) + F32(eps))
+    return out if weight is None else out * weight
+
+
+def layer_norm(x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> np.ndarray:
+    """(x − mean) / sqrt(var + eps) · weight + bias over the last axis; two passes."""
+    centred = x - _row_mean(x)
+    out = centred / np.sqrt(_row_mean(centred * centred) + F32(eps))
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def rope(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, style: str, factor: float) -> np.ndarray:
+    """x [T, H, D], positions [T], inv_freq [r]: turns the first 2r elements of each head; angles in f64."""
+    r = len(inv_freq)
+    angle = positions.astype(np.float64)[:, None] * inv_freq.astype(np.float64)  # [T, r]
+    cos = (np.cos(angle) * factor).astype(F32)[:, None, :]  # [T, 1, r]
+    sin = (np.sin(angle) * factor).astype(F32)[:, None, :]
+    first, second = (slice(0, r), slice(r, 2 * r)) if style == "half" else (slice(0, 2 * r, 2), slice(1, 2 * r, 2))
+    out = x.copy()
+    a, b = x[..., first], x[..., second]
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    return out
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / (_row_mean(e) * F32(x.shape[-1]))
+
+
+def attention(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    position: int,
+    *,
+    scale: float,
+    mask: str,
+    chunk: int,
+    window: int,
+    softcap: float,
+    sinks: np.ndarray | None,
+    slopes: np.ndarray | None,
+    prefix_len: int,
+) -> np.ndarray:
+    """One row: query [H, Dk] at `position` over its sequence's keys [n, K, Dk] and values [n, K, Dv] -> [H, Dv]."""
+    num_heads, num_kv = query.shape[0], keys.shape[1]
+    group = num_heads // num_kv
+    out = np.zeros((num_heads, values.shape[2]), F32)
+    low, high = visible_keys(position, len(keys), mask, chunk, window, prefix_len)
+    if low >= high:
+        return out
+    for h in range(num_heads):
+        k = np.ascontiguousarray(keys[low:high, h // group])  # [n, Dk]
+        v = np.ascontiguousarray(values[low:high, h // group].T)  # [Dv, n]
+        score = np.einsum("nd,d->n", k, query[h]) * F32(scale)
+        if softcap:
+            score = np.tanh(score / F32(softcap)) * F32(softcap)
+        if slopes is not None:
+            score = score + slopes[h] * np.arange(low - position, high - position, dtype=F32)
+        top = score.max() if sinks is None else max(score.max(), sinks[h])
+        p = np.exp(score - top)
+        total = np.add.reduce(p) + (0 if sinks is None else np.exp(sinks[h] - top))
+        out[h] = np.einsum("dn,n->d", v, p) / total
+    return out
+
+
+def visible_keys(position: int, length: int, mask: str, chunk: int, window: int, prefix_len: int) -> tuple[int, int]:
+    """The keys [low, high) that a row at `position` sees in a sequence of `length` cached tokens: one range for every mask."""
+    low, high = 0, min(position + 1, length)
+    if mask == "full":
+        high = length
+    elif mask == "prefix" and position < prefix_len:
+        high = min(max(position + 1, prefix_len), length)
+    elif mask == "chunk":
+        low = position // chunk * chunk
+    if window:
+        low = max(low, position - window + 1)
+    return low, high
+
+
+def act_mul(gate: np.ndarray, up: np.ndarray | None, kind: str) -> np.ndarray:
+    """act(gate) · up, or act(gate) alone."""
+    if kind == "swiglu_oai":
+        g = np.minimum(gate, F32(7))
+        out = g * _sigmoid(F32(1.702) * g)
+        return out if up is None else out * (np.clip(up, F32(-7), F32(7)) + F32(1))
+    out = _ACTIVATIONS[kind](gate)
+    return out if up is None else out * up
+
+
+def _sigmoid(z: np.ndarray) -> np.ndarray:
+    e = np.exp(-np.abs(z))  # never overflows
+    return np.where(z >= 0, 1 / (1 + e), e / (1 + e)).astype(F32)
+
+
+def _gelu(z: np.ndarray) -> np.ndarray:
+    flat = z.reshape(-1)
+    erf = np.fromiter((math.erf(v / math.sqrt(2)) for v in flat.tolist()), np.float64, len(flat))
+    return (z * (0.5 * (1 + erf.reshape(z.shape)))).astype(F32)
+
+
+def _gelu_tanh(z: np.ndarray) -> np.ndarray:
+    return F32(0.5) * z * (1 + np.tanh(F32(math.sqrt(2 / math.pi)) * (z + F32(0.044715) * z * z * z)))
+
+
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda z: z * _sigmoid(z),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "relu": lambda z: np.maximum(z, F32(0)),
+}
+
+
+def quantize(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """x [n, K] -> codes i8 [n, K], scales f32 [n, K/group]."""
+    parts = x.reshape(len(x), -1, group)
+    scales = np.abs(parts).max(axis=-1) / F32(127)
+    safe = np.where(scales > 0, scales, F32(1))
+    codes = np.rint(parts / safe[..., None]).astype(np.int8)
+    return codes.reshape(x.shape), scales.astype(F32)
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
+    """codes i8 [n, K], scales [n, K/group] -> f32 [n, K]."""
+    return (codes.reshape(len(codes), -1, group).astype(F32) * scales[..., None]).reshape(codes.shape)

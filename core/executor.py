@@ -1,0 +1,250 @@
+"""The executor: runs a plan one step at a time.
+
+It owns the arenas of every device, copies the step's arrays to where the plan says, runs each segment (one `Program.run` where the
+backend compiled it, op by op where not), carries values between devices, and samples on the host unless a backend does. Nothing
+is allocated inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .backend import Backend, Buffer, CompileEnv, Program, StepDims, Stream, Tensor
+from .errors import EngineError
+from .graph import KVSpec, SlotSpec, Value
+from .loader import load_weights
+from .planner import Plan, Segment
+from .step import StepBatch
+from .weights import TensorSource, WeightRef
+
+__all__ = ["Executor", "StepResult"]
+
+NUMPY = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i8": np.int8, "f16": np.float16}
+STEP_FIELDS = ("ids", "positions", "slots", "query_start", "context_len", "state_slot", "prefix_len", "sample_rows")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """ids: i32 [R], or None if the batch asked for no sampling; −1 where a row had no finite logit. logits: f32 [R, V], a view
+    that is valid until the next run."""
+
+    ids: np.ndarray | None
+    logits: np.ndarray
+
+
+class Executor:
+    """A loaded model. Called by one thread at a time; `close` returns all memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Mapping[str, WeightRef],
+        sources: Mapping[str, TensorSource],
+        backends: Mapping[str, Backend],
+        progress: Callable[[int, int, str], None] | None = None,
+    ):
+        """Allocates, loads and compiles. backends: device name -> open backend (not closed by the executor)."""
+        self.plan, self.backends = plan, dict(backends)
+        limits = plan.limits
+        self.block_size, self.num_blocks, self.max_blocks = limits.block_size, limits.num_blocks, limits.max_blocks
+        self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
+        self._arenas: dict[tuple[str, str], Buffer] = {}
+        self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
+        self._hosted: dict[tuple[str, str], Buffer] = {}
+        self._programs: list[Program | None] = []
+        self._closed = False
+        used = tuple(dict.fromkeys(s.device for s in plan.segments))
+        self._streams: dict[str, Stream] = {d: self.backends[d].new_stream() for d in used}
+        try:
+            for (device, arena), nbytes in plan.arenas.items():
+                if arena != "host":
+                    self._arenas[(device, arena)] = self.backends[device].alloc(nbytes, arena)
+            self._share_host_values()
+            load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
+            self._logits_device = self._find_logits()
+            for segment in plan.segments:
+                env = CompileEnv(plan.graph, self._tensors(segment.device), limits.largest, limits.block_size, limits.max_blocks)
+                nodes = [plan.graph.nodes[i] for i in segment.nodes]
+                self._programs.append(self.backends[segment.device].compile(nodes, env))
+            self._interpreted = [self._resolve_ops(s) if p is None else [] for s, p in zip(plan.segments, self._programs, strict=True)]
+        except BaseException:
+            self.close()
+            raise
+
+    # set-up ---------------------------------------------------------------------------------------------------------
+
+    def _share_host_values(self) -> None:
+        """Step inputs, constants and outputs: in host memory that the device reads itself if it can, else in its arena."""
+        for (device, name), place in self.plan.places.items():
+            if place.arena != "host":
+                continue
+            value = self.plan.graph.values[name]
+            array = np.zeros(place.shape, NUMPY[value.dtype])
+            if value.data is not None:
+                array[...] = value.data
+            self._host[(device, name)] = array
+            buffer = self.backends[device].wrap_host(array.reshape(-1).view(np.uint8), readonly=False)
+            if buffer is not None:
+                self._hosted[(device, name)] = buffer
+            elif (device, "host") not in self._arenas:
+                self._arenas[(device, "host")] = self.backends[device].alloc(self.plan.arenas[(device, "host")], "staging")
+            if buffer is None and value.data is not None:
+                self._upload(device, name, array)
+
+    def _upload(self, device: str, name: str, array: np.ndarray) -> None:
+        place = self.plan.places[(device, name)]
+        raw = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        self.backends[device].upload(self._arenas[(device, "host")], place.offset, raw, self._streams[device])
+
+    def _find_logits(self) -> tuple[str, str]:
+        name = self.plan.graph.base(self.plan.graph.outputs[0]).name
+        for (device, value), place in self.plan.places.items():
+            if value == name and place.arena == "host":
+                return device, value
+        raise EngineError("the plan places the graph's first output (logits) nowhere")
+
+    def _tensors(self, device: str) -> dict[str, Tensor]:
+        """Every value that exists on a device, at its largest shape."""
+        tensors = {name: self._tensor(device, name) for d, name in self.plan.places if d == device}
+        for value in self.plan.graph.values.values():
+            base = self.plan.graph.base(value.name).name
+            if value.view is not None and base in tensors:
+                shape = tuple(self.plan.limits.resolve(d) for d in value.shape)
+                whole = tensors[base]
+                shift = value.view.offset * np.dtype(NUMPY[value.dtype]).itemsize
+                tensors[value.name] = replace(whole, shape=shape, strides=value.view.strides, offset=whole.offset + shift)
+        return tensors
+
+    def _tensor(self, device: str, name: str) -> Tensor:
+        place = self.plan.places[(device, name)]
+        value: Value = self.plan.graph.values[name]
+        buffer = self._hosted.get((device, name))
+        offset = 0 if buffer is not None else place.offset
+        if buffer is None:
+            buffer = self._arenas[(device, place.arena)]
+        state: dict[str, Any] = {}
+        if isinstance(value.spec, KVSpec | SlotSpec):
+            count = self.num_blocks if isinstance(value.spec, KVSpec) else self.max_sequences
+            state = {"spec": value.spec, "block_size": self.block_size, "num_blocks": count, "block_bytes": place.block_bytes}
+        return Tensor(buffer, offset, place.shape, place.dtype, place.strides, place.layout, **state)
+
+    def _resolve_ops(self, segment: Segment) -> list[Callable[[StepDims], None]]:
+        """One bound call per node, for a backend without a compiled program."""
+        functions = self.backends[segment.device].ops()
+        tensors, stream = self._tensors(segment.device), self._streams[segment.device]
+        impl = {d.node: d.impl for d in self.plan.decisions}
+        calls: list[Callable[[StepDims], None]] = []
+        for index in segment.nodes:
+            node = self.plan.graph.nodes[index]
+            fn = functions[impl[index]]
+            inputs = [None if n is None else (tensors[n], self.plan.graph.values[n].shape) for n in node.inputs]
+            outputs = [(tensors[n], self.plan.graph.values[n].shape) for n in node.outputs]
+
+            def call(dims: StepDims, fn: Any = fn, inputs: Any = inputs, outputs: Any = outputs, attrs: Any = node.attrs) -> None:
+                operands = [None if p is None else _at(p[0], p[1], dims) for p in inputs]
+                results = tuple(_at(t, s, dims) for t, s in outputs)
+                fn(*operands, out=results[0] if len(results) == 1 else results, stream=stream, ws=None, **attrs)
+
+            calls.append(call)
+        return calls
+
+    # a step ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of a row of logits."""
+        return self._host[self._logits_device].shape[1]
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Runs one step. Raises EngineError if the batch exceeds the plan's limits or a backend fails."""
+        dims = batch.dims
+        if dims.T > self.max_tokens or dims.S > self.max_sequences or dims.R > self.max_rows:
+            raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
+        self._fill_inputs(batch, dims)
+        for index, segment in enumerate(self.plan.segments):
+            for copy in segment.copies:
+                self._carry(copy.value, copy.source, copy.target, dims)
+            program = self._programs[index]
+            if program is not None:
+                program.run(dims)
+            else:
+                for call in self._interpreted[index]:
+                    call(dims)
+        logits = self._read_logits(dims)
+        return StepResult(self._sample(logits, batch), logits)
+
+    def _fill_inputs(self, batch: StepBatch, dims: StepDims) -> None:
+        for (device, name), array in self._host.items():
+            if name in STEP_FIELDS:
+                source = getattr(batch, name)
+                array[: len(source)] = source
+            elif name == "block_table":
+                array[: dims.S, : batch.block_table.shape[1]] = batch.block_table
+            else:
+                continue
+            if (device, name) not in self._hosted:
+                self._upload(device, name, array)
+
+    def _carry(self, name: str, source: str, target: str, dims: StepDims) -> None:
+        value = self.plan.graph.values[name]
+        shape = tuple(d if isinstance(d, int) else dims.resolve(d) for d in value.shape)
+        stage = np.empty(shape, NUMPY[value.dtype])
+        view = memoryview(stage.reshape(-1).view(np.uint8))
+        there, here = self._tensor(source, name), self._tensor(target, name)
+        self.backends[source].download(view, there.buffer, there.offset, self._streams[source])
+        self._streams[source].synchronize()
+        self.backends[target].upload(here.buffer, here.offset, view, self._streams[target])
+        self._streams[target].synchronize()
+
+    def _read_logits(self, dims: StepDims) -> np.ndarray:
+        device, name = self._logits_device
+        stream = self._streams[device]
+        logits = self._host[(device, name)][: dims.R]
+        if (device, name) not in self._hosted and dims.R:
+            place = self.plan.places[(device, name)]
+            view = memoryview(logits.reshape(-1).view(np.uint8))
+            self.backends[device].download(view, self._arenas[(device, "host")], place.offset, stream)
+        stream.synchronize()
+        return logits
+
+    def _sample(self, logits: np.ndarray, batch: StepBatch) -> np.ndarray | None:
+        rows = batch.sampler
+        if rows is None:
+            return None
+        if not len(logits):
+            return np.zeros(0, np.int32)
+        from . import _kernels
+
+        adjust = (rows.adjust_start, rows.adjust_ids, rows.adjust_bias, rows.adjust_repeat, rows.adjust_sub)
+        return _kernels.sample(logits, rows.u, rows.temperature, rows.top_k, rows.top_p, rows.min_p, *adjust, rows.mask)
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copies one cache block in every layer (copy-on-write of a shared block)."""
+        for (device, _), place in self.plan.places.items():
+            if place.arena == "kv":
+                arena, size = self._arenas[(device, "kv")], place.block_bytes
+                stream = self._streams[device]
+                self.backends[device].copy(arena, place.offset + dst * size, arena, place.offset + src * size, size, stream)
+
+    def close(self) -> None:
+        """Frees programs and arenas; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for program in self._programs:
+            if program is not None:
+                program.close()
+        for buffer in (*self._hosted.values(), *self._arenas.values()):
+            buffer.close()
+        self._host.clear()
+
+
+def _at(tensor: Tensor, shape: tuple[int | str, ...], dims: StepDims) -> Tensor:
+    """The tensor of this step: its leading symbol resolved."""
+    if shape and isinstance(shape[0], str) and shape[0] != "A":
+        return tensor.with_rows(dims.resolve(shape[0]))
+    return tensor

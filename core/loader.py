@@ -1,0 +1,75 @@
+"""Loader: fills a plan's weight arenas, tensor by tensor, from the mapped file.
+
+Sizes are known from the plan, so memory is allocated first and each tensor goes straight to its place: packed by the backend,
+decoded to a plain form, or uploaded as it is. Only one tensor is decoded at a time, and large ones by blocks of rows, so that the
+peak stays near the packed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from .backend import Backend, Buffer, Stream
+from .errors import ModelFileError
+from .planner import Place, Plan
+from .weights import HostTensor, TensorSource, WeightRef
+
+__all__ = ["load_weights"]
+
+DECODE_BYTES = 8 << 20
+"""Bytes of f32 that are decoded at a time."""
+
+Progress = Callable[[int, int, str], None]
+"""(bytes done, bytes in all, tensor name)."""
+
+
+def load_weights(
+    plan: Plan,
+    weights: Mapping[str, WeightRef],
+    sources: Mapping[str, TensorSource],
+    backends: Mapping[str, Backend],
+    arenas: Mapping[tuple[str, str], Buffer],
+    streams: Mapping[str, Stream],
+    progress: Progress | None = None,
+) -> None:
+    """Loads every weight of the plan into the arenas. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
+    wanted = [(device, name, place) for (device, name), place in plan.places.items() if place.arena == "weights"]
+    total, done = sum(place.nbytes for _, _, place in wanted), 0
+    for device, name, place in wanted:
+        if name not in weights:
+            raise ModelFileError(f"the model's family names no source for the graph weight '{name}'")
+        tensor = weights[name].resolve(sources, name, place.shape)
+        arena = arenas[(device, "weights")]
+        if place.layout is not None:
+            backends[device].pack_weight(tensor, place.layout, arena, place.offset)
+        else:
+            _upload_plain(tensor, place, backends[device], arena, streams[device])
+        done += place.nbytes
+        if progress is not None:
+            progress(done, total, name)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _upload_plain(tensor: HostTensor, place: Place, backend: Backend, arena: Buffer, stream: Stream) -> None:
+    """A weight in a plain form: as it is if the file has that form, else decoded by blocks of rows."""
+    if tensor.format == place.dtype:
+        backend.upload(arena, place.offset, memoryview(np.ascontiguousarray(tensor.data)), stream)
+        return
+    from . import _kernels
+
+    rows = place.shape[0] if len(place.shape) > 1 else 1
+    row = int(np.prod(place.shape, dtype=np.int64)) // max(rows, 1)
+    row_bytes = tensor.quant.nbytes(row)
+    step = max(1, DECODE_BYTES // (4 * max(row, 1)))
+    offset = place.offset
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        values = _kernels.decode(tensor.format, tensor.data[start * row_bytes : stop * row_bytes], (stop - start) * row)
+        block = values if place.dtype == "f32" else _kernels.encode(place.dtype, values)
+        raw = np.ascontiguousarray(block).view(np.uint8)
+        backend.upload(arena, offset, memoryview(raw), stream)
+        stream.synchronize()  # the block is reused
+        offset += raw.nbytes

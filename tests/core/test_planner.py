@@ -1,0 +1,219 @@
+"""Placement, arena, planner and executor, on small graphs and on backends that lack things."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastllm.api import Buffer, No, RefBackend
+from fastllm.core.arena import Lifetime, pack_lifetimes
+from fastllm.core.errors import ModelFileError, UnsupportedError, UsageError
+from fastllm.core.executor import Executor
+from fastllm.core.graph import GraphBuilder
+from fastllm.core.placement import DeviceShare, Placement, PlacementRule
+from fastllm.core.planner import StepLimits, make_plan
+from fastllm.core.step import StepBatch
+from fastllm.core.weights import TensorSource, WeightRef
+
+LIMITS = StepLimits(max_tokens=8, max_sequences=4, max_rows=8, context=64, block_size=16, num_blocks=8)
+
+
+class Handle:
+    """Memory that is not a numpy array, so that inherited ops must download and upload."""
+
+    def __init__(self, nbytes):
+        self.bytes = np.zeros(nbytes, np.uint8)
+
+
+class Accelerator(RefBackend):
+    """An accelerator made of host memory that the engine cannot reach, which lacks some ops."""
+
+    name = "accelerator"
+
+    def __init__(self, lacks=()):
+        super().__init__()
+        self.lacks, self.live = set(lacks), 0
+
+    def supports(self, q):
+        return No(f"no {q.op} here") if q.op in self.lacks else super().supports(q)
+
+    def alloc(self, nbytes, kind):
+        self.live += 1
+
+        def release():
+            self.live -= 1
+
+        return Buffer(nbytes, kind, Handle(nbytes), release)
+
+    def wrap_host(self, view, readonly):
+        return None
+
+    def upload(self, dst, offset, src, stream):
+        dst.handle.bytes[offset : offset + src.nbytes] = np.frombuffer(src, np.uint8)
+
+    def download(self, dst, src, offset, stream):
+        dst.cast("B")[:] = src.handle.bytes[offset : offset + dst.nbytes].data
+
+
+def tiny(softcap=True):
+    """One layer with attention; returns graph, weight refs and sources."""
+    rng = np.random.default_rng(7)
+    g = GraphBuilder("tiny")
+    sources, refs = {}, {}
+
+    def weight(name, shape, dtype="any"):
+        values = (rng.standard_normal(shape) * 0.3).astype(np.float32)
+        sources[name] = TensorSource(name, shape, "f32", values.reshape(-1).view(np.uint8))
+        refs[name] = WeightRef(name)
+        return g.weight(name, shape, dtype)
+
+    x = g.embed(g.input("ids"), weight("embed", (32, 16)))
+    with g.tag(layer=0, role="attn"):
+        h = g.rms_norm(x, weight("norm", (16,), "f32"), eps=1e-5)
+        q = g.view(g.linear(h, weight("q", (16, 16))), ("T", 4, 4))
+        k = g.view(g.linear(h, weight("k", (8, 16))), ("T", 2, 4))
+        v = g.view(g.linear(h, weight("v", (8, 16))), ("T", 2, 4))
+        freq = g.const("freq", np.array([1.0, 0.1], np.float32))
+        q, k = g.rope(q, freq), g.rope(k, freq)
+        cache = g.kv_cache("kv.0", 2, 4, 4)
+        g.kv_write(cache, k, v)
+        x = g.add(x, g.view(g.attention(q, cache, scale=0.5), ("T", 16)))
+    rows = g.embed(g.input("sample_rows"), x)
+    logits = g.linear(rows, weight("embed", (32, 16)))
+    if softcap:
+        logits = g.softcap(logits, 2.0)
+    return g.build(logits, g.sample(logits)), refs, sources
+
+
+def batch(ids, start=0, rows=None, table=(3, 5, 1, 0)):
+    n = len(ids)
+    positions = np.arange(start, start + n, dtype=np.int32)
+    slots = np.array([table[p // 16] * 16 + p % 16 for p in positions], np.int32)
+    rows = np.arange(n, dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
+    one = np.array([[*table]], np.int32)
+    start_len = np.array([0, n], np.int32), np.array([start + n], np.int32)
+    return StepBatch(np.asarray(ids, np.int32), positions, slots, *start_len, one, rows)
+
+
+def logits_of(backends, placement, ids=(3, 1, 4), **kwargs):
+    graph, refs, sources = tiny()
+    plan = make_plan(graph, refs, sources, backends, placement, LIMITS, **kwargs)
+    executor = Executor(plan, refs, sources, backends)
+    result = executor.run(batch(ids)).logits.copy()
+    executor.close()
+    return result, plan
+
+
+def test_arena_never_overlaps_buffers_that_live_together():
+    rng = np.random.default_rng(0)
+    lives = []
+    for i in range(200):
+        first = int(rng.integers(0, 50))
+        lives.append(Lifetime(str(i), first, first + int(rng.integers(0, 10)), int(rng.integers(1, 5000))))
+    offsets, total = pack_lifetimes(lives, 64)
+    for a in lives:
+        assert offsets[a.name] % 64 == 0
+        assert offsets[a.name] + a.nbytes <= total
+        for b in lives:
+            if a is not b and a.first <= b.last and b.first <= a.last:
+                assert offsets[a.name] + a.nbytes <= offsets[b.name] or offsets[b.name] + b.nbytes <= offsets[a.name]
+    peak = max(sum(b.nbytes for b in lives if b.first <= t <= b.last) for t in range(60))
+    assert total < 1.3 * (peak + 64 * 40)
+
+
+def test_placement_splits_layers_by_share_and_rules_win():
+    g = GraphBuilder("t")
+    x = g.embed(g.input("ids"), g.weight("e", (4, 4)))
+    for layer in range(10):
+        with g.tag(layer=layer, role="mlp" if layer % 2 else "attn"):
+            x = g.add(x, x)
+    x = g.mul(x, x)
+    graph = g.build(x)
+    split = Placement((DeviceShare("a", 4), DeviceShare("b", 1))).assign(graph)
+    assert split == ["a"] * 9 + ["b"] * 3
+    rules = (PlacementRule("c", role="mlp", layers=(0, 4)), PlacementRule("d", op="mul"))
+    assert Placement((DeviceShare("a"),), rules).assign(graph) == ["a", "a", "c", "a", "c", *["a"] * 6, "d"]
+    with pytest.raises(UsageError):
+        Placement(()).assign(graph)
+
+
+def test_a_device_that_lacks_ops_gives_the_same_logits_through_copies():
+    whole, plan = logits_of({"ref": RefBackend()}, Placement.on("ref"))
+    assert len(plan.segments) == 1
+    assert not plan.fallbacks
+    device = Accelerator(lacks=("rope", "attention", "kv_write"))
+    split, plan = logits_of({"acc": device, "ref": RefBackend()}, Placement.on("acc"))
+    assert np.array_equal(whole, split)
+    assert {plan.graph.nodes[d.node].op for d in plan.fallbacks} == {"rope", "attention", "kv_write"}
+    assert all("no " in d.reason for d in plan.fallbacks)
+    assert plan.copy_bytes_per_token() == (16 + 8 + 8 + 16) * 4  # q, k, v there, attention's result back
+    assert device.live == 0
+
+
+def test_extended_ops_are_decomposed_on_their_device():
+    _, plan = logits_of({"acc": Accelerator()}, Placement.on("acc"))
+    ops = [n.op for n in plan.graph.nodes]
+    assert "softcap" not in ops
+    assert ops[-4:] == ["mul", "act_mul", "mul", "sample"]
+    graph, refs, sources = tiny(softcap=False)
+    backends = {"ref": RefBackend()}
+    plain = Executor(make_plan(graph, refs, sources, backends, Placement.on("ref"), LIMITS), refs, sources, backends)
+    capped, _ = logits_of(backends, Placement.on("ref"))
+    assert np.allclose(2 * np.tanh(plain.run(batch((3, 1, 4))).logits / 2), capped, atol=1e-6)
+
+
+def test_fallback_error_lists_every_op_and_an_op_nobody_has_is_named():
+    backends = {"acc": Accelerator(lacks=("rope", "attention")), "ref": RefBackend()}
+    with pytest.raises(UnsupportedError) as error:
+        logits_of(backends, Placement.on("acc"), fallback="error")
+    assert error.value.exit_code == 5
+    assert "attention: acc: no attention here" in error.value.why
+    assert "rope: acc: no rope here" in error.value.why
+    with pytest.raises(UnsupportedError, match="no backend runs op 'rope'"):
+        logits_of({"acc": Accelerator(lacks=("rope",))}, Placement.on("acc"))
+
+
+def test_chunks_and_neighbours_do_not_change_a_bit():
+    graph, refs, sources = tiny()
+    backends = {"ref": RefBackend()}
+    executor = Executor(make_plan(graph, refs, sources, backends, Placement.on("ref"), LIMITS), refs, sources, backends)
+    ids = [5, 9, 2, 30, 7, 1, 1, 8]
+    whole = executor.run(batch(ids)).logits.copy()
+    for cut in range(1, 8):
+        first = executor.run(batch(ids[:cut])).logits.copy()
+        second = executor.run(batch(ids[cut:], start=cut)).logits.copy()
+        assert np.array_equal(np.concatenate([first, second]), whole)
+    other = batch([4, 4, 4], table=(6, 7, 0, 0))
+    mine = batch(ids[:4])
+    both = StepBatch(
+        *(np.concatenate([getattr(other, f), getattr(mine, f)]) for f in ("ids", "positions", "slots")),
+        np.array([0, 3, 7], np.int32),
+        np.array([3, 4], np.int32),
+        np.concatenate([other.block_table, mine.block_table]),
+        np.arange(3, 7, dtype=np.int32),
+    )
+    assert np.array_equal(executor.run(both).logits[:4], whole[:4])
+
+
+def test_weights_that_are_missing_or_misshapen_are_named():
+    graph, refs, sources = tiny()
+    backends = {"ref": RefBackend()}
+
+    def load(changed):
+        plan = make_plan(graph, refs, changed, backends, Placement.on("ref"), LIMITS)
+        return Executor(plan, refs, changed, backends)
+
+    with pytest.raises(ModelFileError, match="tensor 'q' is missing"):
+        load({k: v for k, v in sources.items() if k != "q"})
+    wrong = TensorSource("q", (16, 8), "f32", sources["q"].data[: 16 * 8 * 4])
+    with pytest.raises(ModelFileError, match=r"gives shape \[16, 8\].*asks for \[16, 16\]"):
+        load({**sources, "q": wrong})
+    assert backends["ref"].memory().used == 0
+
+
+def test_a_step_larger_than_the_plan_is_refused():
+    graph, refs, sources = tiny()
+    backends = {"ref": RefBackend()}
+    executor = Executor(make_plan(graph, refs, sources, backends, Placement.on("ref"), LIMITS), refs, sources, backends)
+    with pytest.raises(Exception, match="exceeds the plan"):
+        executor.run(batch([1] * 9))
