@@ -1,0 +1,96 @@
+"""The pieces that decoders are made of, written once: norm, attention, gated MLP, the loop over layers, the head.
+
+A family describes itself with a `DecoderConfig`; `decoder_graph` writes the graph in the order of the mathematics. Graph weights
+carry the names that Hugging Face's Llama uses (`model.layers.3.self_attn.q_proj.weight`), whatever the file calls them, so that
+placement and quantisation rules read the same for every source; `names.py` maps them to what the file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..core.graph import Graph, GraphBuilder, Value
+from .config import DecoderConfig, RopeConfig
+
+__all__ = ["attention", "decoder_graph", "gated_mlp", "head", "linear", "norm"]
+
+
+def norm(g: GraphBuilder, c: DecoderConfig, x: Value, name: str) -> Value:
+    """RMS norm over the last axis of x with the f32 weight `name`.weight."""
+    return g.rms_norm(x, g.weight(f"{name}.weight", (int(x.shape[-1]),), "f32"), eps=c.rms_norm_eps)
+
+
+def linear(g: GraphBuilder, x: Value, name: str, out: int, *, bias: bool = False) -> Value:
+    """x [n, K] times `name`.weight [out, K], plus `name`.bias [out] if there is one -> [n, out]."""
+    w = g.weight(f"{name}.weight", (out, int(x.shape[-1])))
+    return g.linear(x, w, g.weight(f"{name}.bias", (out,), "f32") if bias else None)
+
+
+def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Mapping[RopeConfig, Value]) -> Value:
+    """Grouped-query attention of one layer: x [T, C] -> [T, C]. freqs: inv_freq constant of each rotary embedding."""
+    p = f"model.layers.{layer}.self_attn"
+    heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
+    q = g.view(linear(g, x, f"{p}.q_proj", heads * dim, bias=c.qkv_bias), ("T", heads, dim))
+    k = g.view(linear(g, x, f"{p}.k_proj", kv_heads * dim, bias=c.qkv_bias), ("T", kv_heads, dim))
+    v = g.view(linear(g, x, f"{p}.v_proj", kv_heads * dim, bias=c.qkv_bias), ("T", kv_heads, dim))
+    if c.qk_norm:  # per head, before the rotation
+        q, k = norm(g, c, q, f"{p}.q_norm"), norm(g, c, k, f"{p}.k_norm")
+    rope = c.rope_of(layer)
+    if rope is not None:
+        q = g.rope(q, freqs[rope], style=rope.style, factor=rope.attention_factor)
+        k = g.rope(k, freqs[rope], style=rope.style, factor=rope.attention_factor)
+    cache = g.kv_cache(f"kv.{layer}", kv_heads, dim, dim)
+    g.kv_write(cache, k, v)
+    out = g.attention(q, cache, scale=c.query_scale, window=c.window_of(layer), softcap=c.attn_softcap)  # [T, H, D]
+    return linear(g, g.view(out, ("T", heads * dim)), f"{p}.o_proj", c.hidden_size, bias=c.output_bias)
+
+
+def gated_mlp(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int) -> Value:
+    """down(act(gate(x)) · up(x)): x [T, C] -> [T, C]."""
+    p = f"model.layers.{layer}.mlp"
+    gate = linear(g, x, f"{p}.gate_proj", c.intermediate_size, bias=c.mlp_bias)  # [T, F]
+    up = linear(g, x, f"{p}.up_proj", c.intermediate_size, bias=c.mlp_bias)  # [T, F]
+    return linear(g, g.act_mul(gate, up, kind=c.hidden_act), f"{p}.down_proj", c.hidden_size, bias=c.mlp_bias)
+
+
+def head(g: GraphBuilder, c: DecoderConfig, x: Value, table: Value) -> tuple[Value, Value]:
+    """Logits [R, V] and sampled ids [R] of the rows that are sampled; x [T, C]. table: the embedding, used if tied."""
+    x = g.embed(g.input("sample_rows"), x)  # [R, C]: only these rows are needed from here on
+    x = norm(g, c, x, "model.norm")
+    w = table if c.tie_word_embeddings else g.weight("lm_head.weight", (c.vocab_size, c.hidden_size))
+    logits = _scaled(g, g.linear(x, w), c.logit_multiplier)
+    if c.final_softcap:
+        logits = g.op("softcap", logits, cap=c.final_softcap)[0]
+    return logits, g.sample(logits)
+
+
+def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np.ndarray]) -> Graph:
+    """The whole decoder. inv_freqs: f32 [rotary_dim / 2] of every rotary embedding that a layer uses."""
+    g = GraphBuilder(name)
+    freqs = {rope: g.const(f"inv_freq.{i}", data) for i, (rope, data) in enumerate(inv_freqs.items())}
+    table = g.weight("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+    with g.tag(role="embed"):
+        x = _scaled(g, g.embed(g.input("ids"), table), c.embed_multiplier)  # [T, C]
+    sandwich = c.norms == "sandwich"
+    for layer in range(c.num_layers):
+        p = f"model.layers.{layer}"
+        with g.tag(layer=layer, role="attn"):
+            branch = attention(g, c, norm(g, c, x, f"{p}.input_layernorm"), layer, freqs)
+            if sandwich:
+                branch = norm(g, c, branch, f"{p}.post_attention_layernorm")
+            x = g.add(x, _scaled(g, branch, c.residual_multiplier))
+        with g.tag(layer=layer, role="mlp"):
+            before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+            branch = gated_mlp(g, c, norm(g, c, x, f"{p}.{before}"), layer)
+            if sandwich:
+                branch = norm(g, c, branch, f"{p}.post_feedforward_layernorm")
+            x = g.add(x, _scaled(g, branch, c.residual_multiplier))
+    with g.tag(role="head"):
+        logits, ids = head(g, c, x, table)
+    return g.build(logits, ids)
+
+
+def _scaled(g: GraphBuilder, x: Value, factor: float) -> Value:
+    return x if factor == 1.0 else g.mul(x, g.scalar(factor))

@@ -1,0 +1,225 @@
+"""The table of families, and `build`: from a file's configuration and tensors to a `ModelDef`.
+
+Every weight that the graph asks for is looked up and its shape compared here, before a byte of it is read, and every tensor
+that the graph does not ask for is accounted for: a note where leaving it out is right, an error where the model needs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..core.errors import ModelFileError, UnsupportedError
+from ..core.graph import Graph
+from ..core.model import ModelDef
+from ..core.weights import TensorSource, WeightRef
+from . import llama
+from .blocks import decoder_graph
+from .config import DecoderConfig, Keys, RopeConfig
+from .family import Family
+from .rope import gguf_factors, inv_freq
+
+__all__ = ["FAMILIES", "build", "supported"]
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+"""Every family, in the order of the documentation."""
+
+
+def supported() -> list[dict[str, str]]:
+    """Rows for the documentation: family, models, model_type and general.architecture names."""
+    return [
+        {
+            "family": f.name,
+            "models": f.models,
+            "model_type": ", ".join(f.model_types),
+            "general.architecture": ", ".join(f.architectures),
+        }
+        for f in FAMILIES
+    ]
+
+
+def build(
+    files_kind: Literal["gguf", "huggingface"],
+    architecture: str,
+    config: Mapping[str, Any],
+    sources: Mapping[str, TensorSource],
+    *,
+    context_limit: int | None = None,
+) -> ModelDef:
+    """The model of a file, ready to be planned.
+
+    files_kind: where config and names come from. architecture: `model_type` or `general.architecture`. config: config.json, or
+    the GGUF metadata. sources: the tensors by name. context_limit: longest sequence in tokens that will be run (default: what the
+    model was made for); only length-dependent rope scaling looks at it.
+
+    Raises UnsupportedError for an unknown architecture or an unknown value of a known key, ModelFileError for a configuration
+    that is damaged, contradicts itself, or does not belong to the tensors.
+    """
+    family = _family(files_kind, architecture)
+    gguf = files_kind == "gguf"
+    who = next((s.file for s in sources.values() if s.file), "")
+    if gguf:
+        keys = Keys(config, who=who, prefix=f"{architecture}.")
+        c = family.from_gguf(keys, sources, _gguf_vocab(config, sources, who))
+    else:
+        c = family.from_hf(Keys(_text_config(config, who), who=who))
+    limit = context_limit if context_limit is not None else c.max_position
+    freqs, used, notes = _frequencies(c, sources, limit, gguf=gguf)
+    graph = decoder_graph(architecture, c, freqs)
+    prefix, head_prefix = ("", "") if gguf else _prefixes(family, sources)
+    refs: dict[str, WeightRef] = {}
+    for value in graph.of_kind("weight"):
+        ref = (family.gguf_refs if gguf else family.hf_refs)(value.name, c)
+        refs[value.name] = _renamed(ref, prefix, head_prefix)
+    _check(graph, refs, sources)
+    used |= {ref.source for ref in refs.values()}
+    notes += _unused(family, c, sources, used, gguf=gguf)
+    return ModelDef(
+        architecture=architecture,
+        graph=graph,
+        weights=refs,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_layers=c.num_layers,
+        max_position=_max_position(c, limit),
+        notes=tuple(notes),
+        details={"family": family.name, "config": c},
+    )
+
+
+def _family(files_kind: str, architecture: str) -> Family:
+    table: dict[str, Family] = {}
+    for family in FAMILIES:
+        table.update(dict.fromkeys(family.architectures if files_kind == "gguf" else family.model_types, family))
+    if architecture in table:
+        return table[architecture]
+    close = difflib.get_close_matches(architecture, table, 3)
+    key = "general.architecture" if files_kind == "gguf" else "model_type"
+    raise UnsupportedError(
+        f"the architecture '{architecture[:80]}' is not supported",
+        who=key,
+        why=f"known: {', '.join(sorted(table))}",
+        fix=f"close matches: {', '.join(close)}" if close else "",
+        key=key,
+    )
+
+
+def _text_config(config: Mapping[str, Any], who: str) -> Mapping[str, Any]:
+    """The text model's part of a configuration that nests it; keys outside stand in for missing ones inside."""
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not isinstance(nested, Mapping):
+        raise ModelFileError("'text_config' must be an object", who=who, fix="download the model again", key="text_config")
+    outer = {k: v for k, v in config.items() if k in ("quantization_config", "tie_word_embeddings")}
+    return {**outer, **nested}
+
+
+def _gguf_vocab(config: Mapping[str, Any], sources: Mapping[str, TensorSource], who: str) -> int:
+    """Rows of the embedding, which must be the number of tokens in the tokenizer."""
+    table = sources.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ModelFileError("tensor 'token_embd.weight' is missing or has no rows", who=who, fix="download the model again")
+    tokens = config.get("tokenizer.ggml.tokens")
+    if tokens is not None and len(tokens) != table.shape[0]:
+        raise ModelFileError(
+            f"the tokenizer has {len(tokens)} tokens, but 'token_embd.weight' has {table.shape[0]} rows",
+            who=who,
+            fix="the tokenizer and the weights do not belong together; download the model again",
+            key="tokenizer.ggml.tokens",
+        )
+    return int(table.shape[0])
+
+
+def _frequencies(
+    c: DecoderConfig, sources: Mapping[str, TensorSource], limit: int, *, gguf: bool
+) -> tuple[dict[RopeConfig, Any], set[str], list[str]]:
+    """inv_freq of every rotary embedding that a layer uses, names of the tensors it came from, notes."""
+    freqs: dict[RopeConfig, Any] = {}
+    used: set[str] = set()
+    notes: list[str] = []
+    for layer in range(c.num_layers):
+        rope = c.rope_of(layer)
+        if rope is None or rope in freqs:
+            continue
+        factors, said = None, ""
+        if gguf:
+            name, factors, said = gguf_factors(rope, sources, limit)
+            used |= {name, "rope_factors_long.weight", "rope_factors_short.weight"}
+        freqs[rope], note = inv_freq(rope, limit, factors)
+        notes += [n for n in (said or note,) if n and n not in notes]
+    return freqs, used, notes
+
+
+def _max_position(c: DecoderConfig, limit: int) -> int:
+    """Tokens the model can be run for: dynamic scaling reaches factor times the trained length, if it was asked to."""
+    if c.rope.scaling == "dynamic":
+        return max(c.max_position, min(limit, int(c.rope.factor * c.rope.original_length)))
+    return c.max_position
+
+
+def _prefixes(family: Family, sources: Mapping[str, TensorSource]) -> tuple[str, str]:
+    """What stands for `model.` before the text model's names, and before the head's."""
+    tail = family.embedding.removeprefix("model.")
+    for prefix in family.text_prefixes:
+        if prefix + tail in sources:
+            return prefix, "language_model." if prefix == "language_model.model." else ""
+    return "model.", ""
+
+
+def _renamed(ref: WeightRef, prefix: str, head_prefix: str) -> WeightRef:
+    if prefix and prefix != "model.":
+        source = prefix + ref.source[6:] if ref.source.startswith("model.") else head_prefix + ref.source
+        return WeightRef(source, ref.expert, ref.rows, ref.row_index, ref.add, ref.optional)
+    return ref
+
+
+def _check(graph: Graph, refs: Mapping[str, WeightRef], sources: Mapping[str, TensorSource]) -> None:
+    """Every weight exists and has the shape that the graph declares; no data is touched."""
+    for value in graph.of_kind("weight"):
+        if value.view is not None:
+            continue
+        ref, shape = refs[value.name], tuple(int(d) for d in value.shape)
+        src = sources.get(ref.source)
+        if src is None:
+            ref.resolve(sources, value.name, shape)  # raises, naming what is close
+            continue
+        rows = src.shape[0] if src.shape else 0
+        if ref.rows is not None:
+            rows = ref.rows[1] - ref.rows[0] if ref.rows[1] <= rows else -1
+        if ref.row_index is not None:
+            rows = len(ref.row_index) if max(ref.row_index) < rows else -1
+        if (rows, *src.shape[1:]) != shape:
+            raise ModelFileError(
+                f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it ('{value.name}')",
+                who=src.file,
+                fix="the configuration and the weights do not belong together; download the model again",
+            )
+
+
+def _unused(family: Family, c: DecoderConfig, sources: Mapping[str, TensorSource], used: set[str], *, gguf: bool) -> list[str]:
+    """Notes about tensors that no graph input takes; ModelFileError where the model would need them."""
+    rest = [name for name in sources if name not in used]
+    towers = [n for n in rest if n.startswith(family.unused)] if family.unused else []
+    tables = [n for n in rest if n.endswith(("rotary_emb.inv_freq", "attention.masked_bias", "attn_rot_embd.weight"))]
+    head = [n for n in rest if n.endswith("lm_head.weight") and c.tie_word_embeddings and not gguf]
+    left = [n for n in rest if n not in {*towers, *tables, *head}]
+    for name in left:
+        match = re.search(r"(?:^|\.)(?:layers|blk)\.(\d+)\.", name)
+        if match is not None and int(match[1]) >= c.num_layers:
+            raise ModelFileError(
+                f"tensor '{name}' is in layer {match[1]}, but the configuration has {c.num_layers} layers",
+                who=sources[name].file,
+                fix="the configuration and the weights do not belong together; download the model again",
+            )
+        if match is not None or name.endswith(".bias"):
+            raise ModelFileError(
+                f"tensor '{name}' is in the file, but this {family.name} model has no place for it",
+                who=sources[name].file,
+                why="leaving it out would change the results",
+                fix="the configuration may lack a key (biases), or the model is a variant that is not supported",
+            )
+    groups = (("not part of the text model", towers), ("tied to the embedding", head), ("not used", left))
+    return [f"{len(names)} tensors left out, {why}: {', '.join(names[:3])}{' …' * (len(names) > 3)}" for why, names in groups if names]

@@ -1,0 +1,127 @@
+"""An independent interpreter of graphs for tests: one sequence, computed whole in float64, without cache blocks or planner.
+
+It shares no code with backends or executor, so the two agreeing with it (and it with the fixtures) means something. Only the ops
+that opset 1's dense decoders use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from fastllm.core.graph import Graph, Node, Value
+from fastllm.core.model import ModelDef
+from fastllm.core.weights import TensorSource
+
+__all__ = ["evaluate", "load_weights"]
+
+
+def load_weights(model: ModelDef, sources: Mapping[str, TensorSource], dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    """Every graph weight, decoded."""
+    weights = {}
+    for value in model.graph.of_kind("weight"):
+        shape = tuple(int(d) for d in value.shape)
+        weights[value.name] = model.weights[value.name].resolve(sources, value.name, shape).decode().astype(dtype)
+    return weights
+
+
+def evaluate(
+    graph: Graph, weights: Mapping[str, np.ndarray], ids: Sequence[int], rows: Sequence[int] | None = None, dtype: Any = np.float64
+) -> np.ndarray:
+    """Logits [R, V] of the given rows (all by default) of one sequence of token ids."""
+    tokens = np.asarray(ids)
+    chosen = np.arange(len(tokens)) if rows is None else np.asarray(rows)
+    store: dict[str, Any] = {"ids": tokens, "positions": np.arange(len(tokens)), "sample_rows": chosen, **weights}
+    for value in graph.of_kind("const"):
+        store[value.name] = value.data if value.dtype == "i32" else value.data.astype(dtype)
+    sizes = {"T": len(tokens), "R": len(chosen)}
+    for node in graph.nodes:
+        if node.op == "sample":
+            continue
+        args = [None if name is None else _get(graph, store, name, sizes) for name in node.inputs]
+        result = _run(node, args, graph, store)
+        if node.outputs:
+            store[node.outputs[0]] = np.ascontiguousarray(result, dtype)
+    return store[graph.outputs[0]]
+
+
+def _get(graph: Graph, store: dict[str, Any], name: str, sizes: Mapping[str, int]) -> Any:
+    value: Value = graph.values[name]
+    if value.view is None:
+        return store.get(name)
+    base = store[value.view.base].reshape(-1)
+    shape = tuple(sizes[d] if isinstance(d, str) else d for d in value.shape)
+    strides = tuple(s * base.itemsize for s in value.view.strides)
+    return np.lib.stride_tricks.as_strided(base[value.view.offset :], shape, strides)
+
+
+def _run(node: Node, x: list[Any], graph: Graph, store: dict[str, Any]) -> Any:
+    a = node.attrs
+    if node.op == "embed":
+        return x[1][x[0]]
+    if node.op == "linear":
+        return x[0] @ x[1].T + (0 if x[2] is None else x[2])
+    if node.op == "rms_norm":
+        scaled = x[0] / np.sqrt(np.mean(x[0] ** 2, axis=-1, keepdims=True) + a["eps"])
+        return scaled * (1 if x[1] is None else x[1])
+    if node.op == "rope":
+        return _rope(x[0], x[1], x[2], a["style"], a["factor"])
+    if node.op == "kv_write":
+        store[node.inputs[0]] = (np.array(x[1]), np.array(x[2]))
+        return None
+    if node.op == "attention":
+        keys, values = store[node.inputs[1]]
+        return _attention(x[0], keys, values, a)
+    if node.op == "act_mul":
+        return _activation(x[0], a["kind"]) * (1 if x[1] is None else x[1])
+    if node.op == "add":
+        return x[0] + x[1]
+    if node.op == "mul":
+        return x[0] * x[1]
+    if node.op == "softcap":
+        return a["cap"] * np.tanh(x[0] / a["cap"])
+    raise NotImplementedError(node.op)
+
+
+def _rope(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, style: str, factor: float) -> np.ndarray:
+    angle = positions[:, None, None] * inv_freq  # [T, 1, r]
+    cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
+    r = len(inv_freq)
+    first = slice(0, r) if style == "half" else slice(0, 2 * r, 2)
+    second = slice(r, 2 * r) if style == "half" else slice(1, 2 * r, 2)
+    out = np.array(x)
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any]) -> np.ndarray:
+    tokens, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    visible = distance >= 0
+    if a["window"]:
+        visible &= distance < a["window"]
+    out = np.zeros((tokens, heads, v.shape[2]), q.dtype)
+    for h in range(heads):
+        scores = a["scale"] * (q[:, h] @ k[:, h // group].T)
+        if a["softcap"]:
+            scores = a["softcap"] * np.tanh(scores / a["softcap"])
+        scores = np.where(visible, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, h] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, h // group]
+    return out
+
+
+def _activation(x: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "silu":
+        return x / (1 + np.exp(-x))
+    if kind == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if kind == "gelu":
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    if kind == "relu":
+        return np.maximum(x, 0)
+    raise NotImplementedError(kind)
