@@ -35,6 +35,7 @@ from .core.backend import (
     check_alloc,
     plain_bytes,
 )
+from .core.cgroup import available_memory, cpu_quota, memory_limit
 from .core.errors import (
     BackendUnavailable,
     DeviceLost,
@@ -99,8 +100,11 @@ __all__ = [
     "Value",
     "View",
     "Yes",
+    "available_memory",
     "check_alloc",
+    "cpu_quota",
     "hookimpl",
+    "memory_limit",
     "plain_bytes",
 ]
 
