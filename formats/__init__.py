@@ -10,8 +10,24 @@ the byte or key, the value found and the limit.
 
 from __future__ import annotations
 
+from .cache import CachedModel
 from .gguf import GGUFFile, TensorInfo, read_gguf
 from .model_files import ModelFiles, TokenizerFiles, open_model
 from .safetensors_file import SafetensorsFile, read_safetensors
+from .sources import ALIASES, Alias, list_cached, resolve
 
-__all__ = ["GGUFFile", "ModelFiles", "SafetensorsFile", "TensorInfo", "TokenizerFiles", "open_model", "read_gguf", "read_safetensors"]
+__all__ = [
+    "ALIASES",
+    "Alias",
+    "CachedModel",
+    "GGUFFile",
+    "ModelFiles",
+    "SafetensorsFile",
+    "TensorInfo",
+    "TokenizerFiles",
+    "list_cached",
+    "open_model",
+    "read_gguf",
+    "read_safetensors",
+    "resolve",
+]
