@@ -1,0 +1,353 @@
+"""Which backends there are, what state they are in, and which one a run gets.
+
+Named (flag, variable, file) means loud: what cannot be had raises, and no other backend takes its place. `auto` means quarantine:
+what fails is skipped, and said if it would have been chosen. One registry per engine or command; nothing is global. Plug-ins are
+imported when their name is asked for, so that a child process, or a command that needs no backend, pays for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..backend import Backend, BackendSpec, Ready
+from ..errors import (
+    BackendBroken,
+    BackendNotFound,
+    BackendUnavailable,
+    FastLLMError,
+    UsageError,
+)
+from ..graph import Graph
+from .config import PluginsConfig, close_matches, load_config
+from .discovery import DISTRIBUTION, GROUP, Candidate, discover
+from .entries import BASE, Entry, collect
+from .loader import Guard, Plugin, check_probe, check_spec, file_source, load_plugin
+from .report import BackendState, broken, config_options, given_options, state_name
+
+__all__ = ["BackendRegistry", "Selection"]
+
+@dataclass(frozen=True)
+class Selection:
+    """The backend and device a run gets. origin: who chose it (--backend, FASTLLM_BACKEND, FILE:LINE or auto)."""
+
+    name: str
+    device: str
+    spec: BackendSpec
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.device}"
+
+
+class BackendRegistry:
+    """Finds, chooses and opens backends.
+
+    plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, loaded at once. env: the
+    environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, which the caller prints.
+
+    Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
+    """
+
+    def __init__(
+        self,
+        plugins_file: str | os.PathLike[str] | None = None,
+        plugin_paths: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str] = os.environ,
+        strict: bool = False,
+    ):
+        self.messages: list[str] = []
+        self.config: PluginsConfig = load_config(env, plugins_file)
+        self._env, self._strict = env, strict
+        self._guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
+        self._plugins: dict[tuple[str, str], Plugin | FastLLMError] = {}
+        candidates = discover(self._say)
+        for path in plugin_paths:
+            candidates += self._load_file(Path(path))
+        self._entries = collect(candidates, self.config, env, self._say)
+        if not any(c.source.builtin for c in candidates):
+            self._say(
+                f"fastllm: the built-in backends are not known: {DISTRIBUTION} is not installed, only its source tree is "
+                f'on the path; run "pip install -e ." in it (entry points are read from installed metadata)'
+            )
+
+    # what there is ------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Every known backend name, sorted; also disabled and broken ones. Imports nothing."""
+        return sorted(self._entries)
+
+    def states(self, probe: bool = True) -> list[BackendState]:
+        """The state of every backend, by priority, then name; unknown priorities last. Imports every enabled plug-in; with probe,
+        asks each for its devices."""
+        states = [self.state(name, probe) for name in self._entries]
+        return sorted(states, key=lambda s: (s.priority is None, -(s.priority or 0), s.name))
+
+    def state(self, name: str, probe: bool = True) -> BackendState:
+        """The state of one backend. Raises BackendNotFound."""
+        entry = self._entry(name)
+        error: FastLLMError | None = None
+        devices: tuple[Any, ...] = ()
+        try:
+            self._load(entry)
+            if probe:
+                devices = self._probe(entry).devices
+        except FastLLMError as exc:
+            error = exc
+        spec = entry.loaded if isinstance(entry.loaded, BackendSpec) else None
+        known = spec or (entry.plugin.specs.get(name) if entry.plugin else None)
+        source, (priority, priority_from) = entry.candidate.source, self._priority(entry)
+        return BackendState(
+            name=name,
+            state=state_name(error) if error else "ready" if probe else "unprobed",
+            reason=(error.why or error.message) if error else "",
+            hint=error.fix if error else "",
+            distribution=source.distribution,
+            version=source.version,
+            module=source.module,
+            entry_point=entry.candidate.entry_point,
+            api=known.api_version if known else None,
+            opset=spec.opset if spec else None,
+            priority=priority,
+            priority_from=priority_from,
+            devices=devices,
+            import_s=entry.plugin.import_s if entry.plugin else 0.0,
+            probe_s=entry.probe_s,
+            error=error,
+        )
+
+    @property
+    def fallback(self) -> str:
+        """What happens when an op leaves its device: error | warn | allow (`[run] fallback`; strict means error)."""
+        setting = self.config.get("run", "fallback")
+        return "error" if self._strict else setting.value if setting else "warn"
+
+    # which one a run gets -----------------------------------------------------------------------------------------------
+
+    def select(self, name: str | None = None) -> Selection:
+        """Chooses a backend: `name` (NAME, NAME:DEVICE or auto; the flag) > FASTLLM_BACKEND > plugins.toml > auto.
+
+        Raises BackendNotFound, BackendDisabled, BackendBroken, BackendIncompatible or BackendUnavailable for a named one, and
+        UsageError for a device that the backend does not have.
+        """
+        requested, origin = self._requested(name)
+        backend, separator, device = requested.partition(":")
+        if backend == "auto":
+            if separator:
+                raise UsageError(f"auto takes no device: '{requested}'", who=origin, fix="name the backend: NAME:DEVICE")
+            return self._auto()
+        entry = self._entry(backend, origin)
+        spec = self._load(entry)
+        ids = [d.id for d in self._probe(entry).devices]
+        if separator and device not in ids:
+            raise UsageError(f"backend '{backend}' has no device '{device}'", who=origin, fix=close_matches(device, ids))
+        return Selection(backend, device or ids[0], spec, origin)
+
+    def open(self, selection: Selection | str | None = None, options: Mapping[str, Any] | None = None) -> Backend:
+        """Opens a device. selection: of `select`, or what `select` takes. options: `--backend-opt` pairs, over `[backend.NAME]`.
+
+        Raises UsageError or ConfigError for an option, BackendBroken if the plug-in fails, and what the plug-in raises on purpose
+        (BackendUnavailable, OutOfMemory, UnsupportedError).
+        """
+        chosen = selection if isinstance(selection, Selection) else self.select(selection)
+        entry = self._entry(chosen.name)
+        spec = self._load(entry)
+        values = {**config_options(spec, self.config), **given_options(spec, options or {})}
+        backend = self._call(entry, "fastllm_open_backend", FastLLMError, name=chosen.name, device=chosen.device, options=values)
+        if not isinstance(backend, Backend):
+            raise broken(entry.candidate, "open", f"fastllm_open_backend() returned {type(backend).__name__}; it must return a Backend")
+        return backend
+
+    # other hooks --------------------------------------------------------------------------------------------------------
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Driver, firmware and library versions; {} if the plug-in does not say. Raises as `select` does for a name."""
+        answer = self._optional(name, "fastllm_environment", name=name)
+        if answer is not None and not (isinstance(answer, dict) and all(isinstance(t, str) for kv in answer.items() for t in kv)):
+            raise broken(self._entry(name).candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
+        return answer or {}
+
+    def transform_graph(self, graph: Graph, target: Selection) -> Graph:
+        """The graph as the target's plug-in rewrites it, verified again; the same graph if it does not."""
+        answer = self._optional(target.name, "fastllm_transform_graph", graph=graph, target=target)
+        if answer is None:
+            return graph
+        candidate = self._entry(target.name).candidate
+        if not isinstance(answer, Graph):
+            raise broken(candidate, "rewrite the graph", f"fastllm_transform_graph() returned {type(answer).__name__}, not a Graph")
+        try:
+            answer.verify()
+        except FastLLMError as exc:
+            raise broken(candidate, "rewrite the graph", exc) from exc
+        return answer
+
+    def requirements(self, name: str) -> Any:
+        """What the plug-in tells the conformance suite, or None."""
+        return self._optional(name, "fastllm_requirements", name=name)
+
+    def conformance_cases(self, name: str) -> list[Any]:
+        """The vendor's own conformance cases."""
+        answer = self._optional(name, "fastllm_conformance_cases", name=name)
+        if answer is not None and not isinstance(answer, (list, tuple)):
+            raise broken(self._entry(name).candidate, "answer fastllm_conformance_cases", f"{type(answer).__name__} is not a list")
+        return list(answer or ())
+
+    # files, loading and probing -----------------------------------------------------------------------------------------
+
+    def _load_file(self, path: Path) -> list[Candidate]:
+        source = file_source(path)
+        if source.file is None or not source.file.is_file():
+            raise UsageError(f"--plugin {path}: there is no such file", who="--plugin", fix="name a Python file")
+        plugin = load_plugin(Candidate("", source), self._guard)
+        self._plugins[source.distribution, source.module] = plugin
+        return [Candidate(name, source) for name in plugin.specs]
+
+    def _entry(self, name: str, origin: str = "") -> Entry:
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry
+        raise BackendNotFound(
+            f"no backend is called '{name}'",
+            who=origin,
+            why="" if BASE in self._entries else f"{DISTRIBUTION} is not installed, only its source tree is on the path",
+            fix=close_matches(name, self.names()) if BASE in self._entries else 'run "pip install -e ." in the source tree',
+            backend=name,
+        )
+
+    def _load(self, entry: Entry) -> BackendSpec:
+        """Imports and checks one backend, once. Raises its error."""
+        if entry.blocked is not None:
+            raise entry.blocked.with_traceback(None)
+        if entry.loaded is None:
+            try:
+                entry.loaded = self._load_now(entry)
+            except FastLLMError as exc:
+                if self._guard.reraise:
+                    raise
+                entry.loaded = exc
+        if isinstance(entry.loaded, FastLLMError):
+            raise entry.loaded.with_traceback(None)
+        return entry.loaded
+
+    def _load_now(self, entry: Entry) -> BackendSpec:
+        candidate = entry.candidate
+        plugin = entry.plugin = self._plugin(candidate)
+        spec = plugin.specs.get(entry.name)
+        if spec is None:
+            names = ", ".join(sorted(plugin.specs))
+            raise broken(candidate, "load", f"fastllm_backends() does not list '{entry.name}'; it lists {names}")
+        check_spec(candidate, spec)
+        for other in sorted(set(plugin.specs) - {c.name for e in self._entries.values() for c in e.candidates}):
+            self._say(f"fastllm: {candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
+        return spec
+
+    def _plugin(self, candidate: Candidate) -> Plugin:
+        """The plug-in of a candidate: one load per module, also if it serves several names or fails."""
+        key = candidate.source.distribution, candidate.source.module
+        if key not in self._plugins:
+            try:
+                self._plugins[key] = load_plugin(candidate, self._guard)
+            except FastLLMError as exc:
+                self._plugins[key] = exc
+        found = self._plugins[key]
+        if isinstance(found, FastLLMError):
+            raise found.with_traceback(None)
+        return found
+
+    def _probe(self, entry: Entry) -> Ready:
+        self._load(entry)
+        if entry.probed is None:
+            started = time.perf_counter()
+            try:
+                entry.probed = check_probe(entry.candidate, self._call(entry, "fastllm_probe", BackendUnavailable, name=entry.name))
+            except FastLLMError as exc:
+                if self._guard.reraise and isinstance(exc, BackendBroken):
+                    raise
+                entry.probed = exc
+            entry.probe_s = time.perf_counter() - started
+        if isinstance(entry.probed, FastLLMError):
+            raise entry.probed.with_traceback(None)
+        return entry.probed
+
+    def _call(self, entry: Entry, hook: str, passes: type[FastLLMError] | None = None, **arguments: Any) -> Any:
+        if entry.plugin is None:
+            raise BackendBroken(f"backend '{entry.name}' is not loaded", who=entry.candidate.who)
+        return entry.plugin.call(entry.candidate, hook, passes, **arguments)
+
+    def _optional(self, owner: str, hook: str, **arguments: Any) -> Any:
+        entry = self._entry(owner)
+        self._load(entry)
+        return self._call(entry, hook, **arguments) if entry.plugin and entry.plugin.has(hook) else None
+
+    # choice -------------------------------------------------------------------------------------------------------------
+
+    def _requested(self, name: str | None) -> tuple[str, str]:
+        setting = self.config.get("run", "backend")
+        if name:
+            return name, "--backend"
+        if variable := self._env.get("FASTLLM_BACKEND"):
+            return variable, "FASTLLM_BACKEND"
+        return (setting.value, f"{setting.where} [run] backend") if setting else ("auto", "auto")
+
+    def _priority(self, entry: Entry) -> tuple[int | None, str]:
+        """A backend's priority and who set it; None if only the plug-in could say and it did not."""
+        if setting := self.config.get("priority", entry.name):
+            return setting.value, setting.where
+        if isinstance(entry.loaded, BackendSpec):
+            return entry.loaded.priority, entry.candidate.source.distribution
+        return None, ""
+
+    def _auto(self) -> Selection:
+        """The first backend, by priority, then name, that probes Ready; probing stops there."""
+        loaded: list[tuple[int, str]] = []
+        skipped: list[tuple[int | None, FastLLMError]] = []
+        for entry in self._entries.values():
+            if entry.disabled:
+                continue
+            try:
+                self._load(entry)
+            except FastLLMError as exc:
+                if self._guard.reraise:
+                    raise
+                skipped.append((self._priority(entry)[0], exc))
+                continue
+            if (priority := self._priority(entry)[0] or 0) >= 0:
+                loaded.append((-priority, entry.name))
+        for negative, name in sorted(loaded):
+            entry = self._entries[name]
+            try:
+                ready = self._probe(entry)
+            except FastLLMError as exc:
+                if self._guard.reraise and isinstance(exc, BackendBroken):
+                    raise
+                skipped.append((-negative, exc))
+                continue
+            self._tell(skipped, -negative, name)
+            return Selection(name, ready.devices[0].id, self._load(entry), "auto")
+        raise BackendUnavailable(
+            "no backend can be used",
+            why="; ".join(f"{e.message}: {e.why}" for _, e in skipped) or "none is installed and enabled",
+            fix="fastllm doctor" if BASE in self._entries else 'run "pip install -e ." in the source tree of fastllm',
+        )
+
+    def _tell(self, skipped: list[tuple[int | None, FastLLMError]], chosen: int, name: str) -> None:
+        """One line per backend that would have been chosen before `name`; an unknown priority counts as higher. Strict: an error."""
+        for priority, error in skipped:
+            if priority is not None and priority <= chosen:
+                continue
+            if self._strict:
+                raise error
+            fix = f"; {error.fix}" if error.fix else ""
+            self._say(f"fastllm: {error.message}, so '{name}' is used: {error.why}{fix}")
+
+    def _say(self, line: str) -> None:
+        if line not in self.messages:
+            self.messages.append(line)
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "") not in ("", "0")
