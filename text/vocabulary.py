@@ -1,0 +1,440 @@
+"""From a model's files to one neutral `Vocabulary`: pieces, kinds of tokens, and the library object that merges.
+
+Three sources are read: GGUF metadata (`read_gguf_vocabulary`), SentencePiece models (`read_sentencepiece_vocabulary`) and
+Hugging Face's tokenizer.json (in `huggingface.py`). Everything is checked here, once: hostile or inconsistent files end in a
+TokenizerError that names key and value, never in another tokenizer. `tokenizer.py` holds the behaviour on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, models, normalizers
+
+from fastllm.core.errors import FastLLMError, TokenizerError, UnsupportedError
+
+from .pretokenizers import PreRule, build_pre_tokenizer, find_rule
+from .sentencepiece import parse_sentencepiece
+
+__all__ = ["Added", "Vocabulary", "read_gguf_vocabulary", "read_sentencepiece_vocabulary"]
+
+MAX_TOKENS: Final = 4_000_000
+MAX_MERGES: Final = 16_000_000
+MAX_PIECE_CHARS: Final = 65_536
+CACHE_VERSION: Final = 1
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+# Texts that end a turn or an answer in public models; a token of this text stops generation whatever the metadata says.
+END_TEXTS: Final = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> "
+    "[EOT] [EOS] <|end_of_text|> <end_of_utterance> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[ <|eot|> <|eom|>".split()
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Added:
+    """A text that is one token wherever it is recognised, before any merging.
+
+    control: recognised in trusted text only (a template's markers); otherwise in any text (white space runs, HTML tags).
+    lstrip, rstrip: white space before or after belongs to the token.
+    """
+
+    text: str
+    id: int
+    control: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+@dataclass
+class Vocabulary:
+    """What `Tokenizer` runs on. library: merges plain text, adds nothing. special_ids: hidden by `decode`.
+
+    space_prefix: where "▁" is put before text: `never` (or the library does it itself), at the `start` of the text,
+    or after `control` tokens as well, or after every `added` token. tail: builds the library object for text that does not
+    start the prompt, where that differs.
+    """
+
+    pieces: list[str]
+    library: tokenizers.Tokenizer
+    byte_level: bool
+    added: list[Added]
+    special_ids: frozenset[int]
+    byte_ids: Mapping[int, int] = field(default_factory=dict)
+    bos_id: int | None = None
+    eos_id: int | None = None
+    unk_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    space_prefix: Literal["never", "start", "control", "added"] = "never"
+    strips_space: bool = False
+    tail: Callable[[], tokenizers.Tokenizer] | None = None
+
+
+# typed getters ---------------------------------------------------------------------------------------------------------
+
+
+def bad(key: str, found: object, rule: str, fix: str = "") -> TokenizerError:
+    """The error for a vocabulary value: names the key, what was found (cut to 80 characters) and the rule it breaks."""
+    shown = repr(found)
+    shown = shown if len(shown) <= 80 else shown[:77] + "…"
+    default = "download the model again, or convert it again with a current converter"
+    return TokenizerError(f"{key} is {shown}; {rule}.", who=key, why="the vocabulary is inconsistent", fix=fix or default)
+
+
+def guarded(action: Callable[[], T], what: str) -> T:
+    """Run a call of the tokenizers library; its exceptions and Rust panics become one TokenizerError."""
+    try:
+        return action()
+    except (KeyboardInterrupt, SystemExit, MemoryError, FastLLMError):
+        raise
+    except BaseException as error:  # a Rust panic arrives as PanicException, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{what}: {reason}.", who="tokenizer", fix="download the tokenizer files again") from None
+
+
+def get_id(metadata: Mapping[str, Any], key: str, size: int) -> int | None:
+    """A token id below `size`, or None where the key is absent."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise bad(key, value, "it must be an integer")
+    if not 0 <= int(value) < size:
+        raise bad(key, int(value), f"token ids run from 0 to {size - 1:,}")
+    return int(value)
+
+
+def get_bool(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A boolean, or the default where the key is absent."""
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, (bool, np.bool_)):
+        raise bad(key, value, "it must be true or false")
+    return bool(value)
+
+
+def get_strings(metadata: Mapping[str, Any], key: str, limit: int) -> list[str]:
+    """A list of at most `limit` strings of sane length; required."""
+    value = metadata.get(key)
+    if value is None:
+        raise bad(key, value, "the key is required")
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or len(value) == 0:
+        raise bad(key, value, "it must be a non-empty list of strings")
+    if len(value) > limit:
+        raise bad(key, len(value), f"at most {limit:,} entries are read")
+    for index, item in enumerate(value):
+        if type(item) is not str or len(item) > MAX_PIECE_CHARS:
+            raise bad(f"{key}[{index}]", item, f"it must be a string of at most {MAX_PIECE_CHARS:,} characters")
+    return list(value)
+
+
+def get_numbers(metadata: Mapping[str, Any], key: str, size: int, kinds: str) -> np.ndarray | None:
+    """A list of exactly `size` finite numbers as an array; kinds: accepted numpy dtype kinds, `iu` or `iuf`."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError):
+        raise bad(key, value, "it must be a list of numbers") from None
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise bad(key, value, "it must be a list of numbers")
+    if len(array) != size:
+        raise bad(key, len(array), f"it must have one entry for each of the {size:,} tokens")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise bad(f"{key}[{int(np.flatnonzero(~np.isfinite(array))[0])}]", "not a finite number", "scores must be finite")
+    return array
+
+
+def index_pieces(pieces: Sequence[str], key: str) -> dict[str, int]:
+    """piece → id; raises on a text that stands for two ids."""
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    if len(ids) != len(pieces):
+        first = next(index for index, piece in enumerate(pieces) if ids[piece] != index)
+        raise bad(f"{key}[{first}]", pieces[first], f"the same text is token {ids[pieces[first]]} as well")
+    return ids
+
+
+def end_ids(pieces: Sequence[str], ids: Mapping[str, int], known: Iterable[int | None]) -> frozenset[int]:
+    """All ids that end an answer: those given by the metadata and those whose text is a well-known end marker."""
+    found = {value for value in known if value is not None}
+    given = frozenset(found)
+    found |= {ids[text] for text in END_TEXTS if text in ids}
+    texts = {pieces[value] for value in found}
+    # harmony and solar: `<|end|>` only closes one message of an answer
+    if {"<|return|>", "<|call|>"} <= texts or {"<|flush|>", "<|calls|>"} <= texts:
+        found -= {ids["<|end|>"]} - given if "<|end|>" in ids else set()
+    if not found:
+        raise TokenizerError(
+            "the tokenizer names no end token, so an answer could never end.",
+            who="eos_token_id",
+            why="neither its files nor any well-known text (<|im_end|>, </s>, …) gives one",
+            fix="add eos_token to tokenizer_config.json or eos_token_id to generation_config.json",
+        )
+    return frozenset(found)
+
+
+# GGUF --------------------------------------------------------------------------------------------------------------------
+
+
+def read_gguf_vocabulary(metadata: Mapping[str, Any], cache_dir: str | os.PathLike[str] | None = None) -> Vocabulary:
+    """The vocabulary of a GGUF file from its `tokenizer.*` keys (plain Python values, lists or numpy arrays).
+
+    Raises TokenizerError for damaged or inconsistent values, UnsupportedError for kinds and split rules we do not know.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        raise bad("tokenizer.ggml.model", None, "the key is required", "the file holds no tokenizer: give one with --ori DIR")
+    if kind not in ("llama", "gpt2"):
+        raise UnsupportedError(
+            f"tokenizer.ggml.model is {kind!r}; known: llama (SentencePiece BPE), gpt2 (byte-level BPE).",
+            who="tokenizer.ggml.model",
+            why="WordPiece (bert), Unigram (t5) and the other kinds are not read from GGUF files",
+            fix="use the model's Hugging Face folder with tokenizer.json",
+        )
+    prefix = "tokenizer.ggml."
+    pieces = get_strings(metadata, prefix + "tokens", MAX_TOKENS)
+    ids = index_pieces(pieces, prefix + "tokens")
+    size = len(pieces)
+    types = get_numbers(metadata, prefix + "token_type", size, "iu")
+    if types is None:
+        types = np.ones(size, np.int32)
+    if not ((types >= 0) & (types <= BYTE)).all():
+        first = int(np.flatnonzero((types < 0) | (types > BYTE))[0])
+        raise bad(f"{prefix}token_type[{first}]", int(types[first]), "token types run from 1 to 6")
+    if kind == "llama":
+        scores = get_numbers(metadata, prefix + "scores", size, "iuf")
+        if scores is None:
+            raise bad(prefix + "scores", None, "the key is required for this kind")
+        vocabulary = _metaspace_bpe(pieces, ids, types, scores, cache_dir)
+        default_ids: tuple[int | None, ...] = (1, 2, 0)
+        add_space, add_bos = get_bool(metadata, prefix + "add_space_prefix", True), True
+        vocabulary.space_prefix, vocabulary.strips_space = ("added" if add_space else "never"), add_space
+    else:
+        rule = find_rule(metadata.get(prefix + "pre"))
+        vocabulary = _byte_level_bpe(pieces, ids, get_strings(metadata, prefix + "merges", MAX_MERGES), rule, types)
+        add_bos, default_ids = rule.add_bos, (None, None, None)
+    named = {name: get_id(metadata, f"{prefix}{name}_token_id", size) for name in ("bos", "eos", "eot", "eom", "unknown")}
+    for name, default in zip(("bos", "eos", "unknown"), default_ids, strict=True):
+        if named[name] is None and default is not None and default < size and types[default] in (UNKNOWN, CONTROL):
+            named[name] = default  # SentencePiece's own numbering: the converter leaves these keys out when they hold
+    vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id = named["bos"], named["eos"], named["unknown"]
+    vocabulary.end_ids = end_ids(pieces, ids, (named["eos"], named["eot"], named["eom"]))
+    vocabulary.special_ids |= vocabulary.end_ids
+    known = {added.id for added in vocabulary.added if added.control}
+    vocabulary.added = [added for added in vocabulary.added if added.id not in vocabulary.end_ids or added.control]
+    vocabulary.added += [Added(pieces[i], i) for i in sorted(vocabulary.end_ids - known) if pieces[i]]
+    for key, value, default_on in (("bos", named["bos"], add_bos), ("eos", named["eos"], False)):
+        if get_bool(metadata, f"{prefix}add_{key}_token", default_on and value is not None):
+            if value is None:
+                raise bad(f"{prefix}{key}_token_id", None, f"add_{key}_token is true, so the id is required")
+            if key == "bos":
+                vocabulary.prefix_ids = (value,)
+            else:
+                vocabulary.suffix_ids = (value,)
+    return vocabulary
+
+
+def _added_by_type(pieces: Sequence[str], types: np.ndarray) -> tuple[list[Added], frozenset[int]]:
+    special = np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist()
+    added = [Added(pieces[i], i) for i in special if pieces[i]]
+    added += [Added(pieces[i], i, control=False) for i in np.flatnonzero(types == USER_DEFINED).tolist() if pieces[i]]
+    return added, frozenset(special)
+
+
+def _byte_level_bpe(
+    pieces: list[str], ids: dict[str, int], merges: list[str], rule: PreRule, types: np.ndarray
+) -> Vocabulary:
+    pairs = []
+    for index, merge in enumerate(merges):
+        cut = merge.find(" ", 1)  # a piece may begin with a blank, a byte-level piece never holds one inside
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 1 or not right or left not in ids or right not in ids or left + right not in ids:
+            raise bad(f"tokenizer.ggml.merges[{index}]", merge, "both parts and their union must be tokens")
+        pairs.append((left, right))
+    model = guarded(lambda: models.BPE(ids, pairs, ignore_merges=rule.whole_words), "the merges cannot be used")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = build_pre_tokenizer(rule)
+    if rule.nfc:
+        library.normalizer = normalizers.NFC()
+    added, special = _added_by_type(pieces, types)
+    return Vocabulary(pieces, library, True, added, special)
+
+
+# SentencePiece -------------------------------------------------------------------------------------------------------------
+
+
+def _metaspace_bpe(
+    pieces: list[str], ids: dict[str, int], types: np.ndarray, scores: np.ndarray, cache_dir: str | os.PathLike[str] | None
+) -> Vocabulary:
+    """SentencePiece BPE: of all neighbouring pairs whose union is a piece, the one of best score is merged first."""
+    byte_ids = {}
+    for index in np.flatnonzero(types == BYTE).tolist():
+        match = BYTE_PIECE.match(pieces[index])
+        if not match:
+            raise bad(f"tokens[{index}]", pieces[index], "a byte token is written <0x00> to <0xFF>")
+        byte_ids[index] = int(match[1], 16)
+    unknown = next(iter(np.flatnonzero(types == UNKNOWN).tolist()), None)
+    merges = _cached_merges(pieces, ids, types, scores, cache_dir)
+    model = guarded(
+        lambda: models.BPE(
+            ids,
+            [(pieces[left], pieces[right]) for left, right in merges.tolist()],
+            unk_token=None if unknown is None else pieces[unknown],
+            fuse_unk=True,
+            byte_fallback=bool(byte_ids),
+        ),
+        "the pieces cannot be used",
+    )
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = normalizers.Replace(" ", "▁")
+    added, special = _added_by_type(pieces, types)
+    return Vocabulary(pieces, library, False, added, special, byte_ids=byte_ids, unk_id=unknown)
+
+
+def _find_merges(pieces: Sequence[str], ids: Mapping[str, int], types: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """All (left id, right id) whose union is a piece, best score first: [merges, 2] int32. Special pieces take no part."""
+    mergeable = ((types == NORMAL) | (types == UNUSED) | (types == 0)).tolist()
+    parts = {piece: index for piece, index in ids.items() if mergeable[index]}
+    best_first = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
+    merges: list[tuple[int, int]] = []
+    for index in best_first:
+        piece = pieces[index]
+        if not mergeable[index]:
+            continue
+        for cut in range(1, len(piece)):
+            left = parts.get(piece[:cut])
+            if left is not None:
+                right = parts.get(piece[cut:])
+                if right is not None:
+                    merges.append((left, right))
+        if len(merges) > MAX_MERGES:
+            raise bad("tokens", len(merges), f"the pieces give more than {MAX_MERGES:,} merges")
+    return np.array(merges, np.int32).reshape(-1, 2)
+
+
+def _cached_merges(
+    pieces: Sequence[str],
+    ids: Mapping[str, int],
+    types: np.ndarray,
+    scores: np.ndarray,
+    cache_dir: str | os.PathLike[str] | None,
+) -> np.ndarray:
+    """`_find_merges` through a cache file named by the content's hash; a cache that cannot be used is no error.
+
+    Finding them takes longer than everything else for large vocabularies (Gemma: 262,144 pieces, 513,511 merges).
+    """
+    if cache_dir is None:
+        return _find_merges(pieces, ids, types, scores)
+    digest = hashlib.sha256(f"fastllm merges {CACHE_VERSION} {len(pieces)}".encode())
+    digest.update("\0".join(pieces).encode("utf-8", "surrogatepass"))
+    digest.update(types.astype("<i4").tobytes() + scores.astype("<f8").tobytes())
+    path = Path(cache_dir) / f"merges-{digest.hexdigest()}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        merges = np.load(path, allow_pickle=False)
+        fits = merges.dtype == np.int32 and merges.ndim == 2 and merges.shape[1] == 2 and len(merges) <= MAX_MERGES
+        if fits and (len(merges) == 0 or (merges.min() >= 0 and merges.max() < len(pieces))):
+            return merges
+    merges = _find_merges(pieces, ids, types, scores)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=path.name + ".part-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.save(file, merges, allow_pickle=False)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    return merges
+
+
+def read_sentencepiece_vocabulary(
+    data: bytes, config: Mapping[str, Any] | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Vocabulary:
+    """The vocabulary of a `tokenizer.model`; config: the folder's tokenizer_config.json (BOS and EOS rules, added tokens)."""
+    config = config or {}
+    model = parse_sentencepiece(data)
+    pieces, types = list(model.pieces), np.array(model.types, np.int32)
+    _add_configured(pieces, types_list := types.tolist(), model.scores, config)
+    types, scores = np.array(types_list, np.int32), np.array(model.scores, np.float64)
+    ids, size = index_pieces(pieces, "pieces"), len(pieces)
+    if not model.escape_whitespaces:
+        raise UnsupportedError("tokenizer.model keeps blanks unescaped, which is not supported.", who="tokenizer.model")
+    if model.unigram:
+        byte_ids = {i: int(pieces[i][3:5], 16) for i in np.flatnonzero(types == BYTE).tolist() if BYTE_PIECE.match(pieces[i])}
+        if not 0 <= model.unk_id < len(model.types):
+            raise bad("unk_id", model.unk_id, f"token ids run from 0 to {size - 1:,}")
+        entries = list(zip(pieces, scores.tolist(), strict=True))
+        unigram = guarded(lambda: models.Unigram(entries, model.unk_id, byte_fallback=bool(byte_ids)), "the pieces cannot be used")
+        added, special = _added_by_type(pieces, types)
+        vocabulary = Vocabulary(pieces, tokenizers.Tokenizer(unigram), False, added, special, byte_ids=byte_ids)
+    else:
+        vocabulary = _metaspace_bpe(pieces, ids, types, scores, cache_dir)
+    steps: list[Any] = []
+    if model.charsmap:
+        steps.append(guarded(lambda: normalizers.Precompiled(model.charsmap), "the normalizer table is damaged"))
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps.append(normalizers.Replace(" ", "▁"))
+    if model.remove_extra_whitespaces and model.add_dummy_prefix:
+        steps.append(normalizers.Prepend("▁"))  # after the trimming, which would remove a blank put there by us
+        vocabulary.strips_space = True
+    elif model.add_dummy_prefix:
+        vocabulary.space_prefix, vocabulary.strips_space = "control", True
+    vocabulary.library.normalizer = normalizers.Sequence(steps)
+    vocabulary.bos_id = model.bos_id if 0 <= model.bos_id < size else None
+    vocabulary.eos_id = model.eos_id if 0 <= model.eos_id < size else None
+    vocabulary.unk_id = model.unk_id
+    vocabulary.end_ids = end_ids(pieces, ids, (vocabulary.eos_id,))
+    vocabulary.special_ids |= vocabulary.end_ids
+    if vocabulary.bos_id is not None and get_bool(config, "add_bos_token", not model.unigram):
+        vocabulary.prefix_ids = (vocabulary.bos_id,)
+    if vocabulary.eos_id is not None and get_bool(config, "add_eos_token", False):
+        vocabulary.suffix_ids = (vocabulary.eos_id,)
+    return vocabulary
+
+
+def _add_configured(pieces: list[str], types: list[int], scores: list[float], config: Mapping[str, Any]) -> None:
+    """Apply `added_tokens_decoder`: texts for ids in or just behind the model's table."""
+    entries = config.get("added_tokens_decoder")
+    if entries is None:
+        return
+    if not isinstance(entries, Mapping) or not all(isinstance(key, str) and key.isdecimal() for key in entries):
+        raise bad("added_tokens_decoder", entries, "it must map ids to tokens")
+    for key in sorted(entries, key=int):
+        entry, index = entries[key], int(key)
+        text = entry.get("content") if isinstance(entry, Mapping) else None
+        if not isinstance(text, str) or index > len(pieces):
+            raise bad(f"added_tokens_decoder[{key}]", entry, f"it must name a text, and ids must follow {len(pieces) - 1:,} without gap")
+        kind = CONTROL if entry.get("special") else USER_DEFINED
+        if index == len(pieces):
+            pieces.append(text)
+            types.append(kind)
+            scores.append(0.0)
+        elif pieces[index] != text or types[index] not in (UNKNOWN, CONTROL):
+            pieces[index], types[index] = text, kind
+
+
