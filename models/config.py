@@ -9,7 +9,7 @@ by having them.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,19 @@ import numpy as np
 
 from ..core.errors import ModelFileError, UnsupportedError
 
-__all__ = ["ACTIVATION_NAMES", "DecoderConfig", "Keys", "RopeConfig", "decoder_from_gguf", "decoder_from_hf"]
+__all__ = [
+    "ACTIVATION_NAMES",
+    "MAX_CONTEXT",
+    "DecoderConfig",
+    "Keys",
+    "RopeConfig",
+    "decoder_from_gguf",
+    "decoder_from_hf",
+    "layer_types_from_hf",
+    "rope_from_gguf",
+    "rope_from_hf",
+    "sliding_window_from_hf",
+]
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -150,7 +162,7 @@ class Keys:
             key=self.prefix + key,
         )
 
-    def int(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_HIDDEN) -> int:
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_HIDDEN) -> int:
         """An integer in low…high. A list of equal integers (GGUF writes some keys per layer) counts as that integer."""
         value = self.raw(key, default)
         if value is None:
@@ -164,7 +176,7 @@ class Keys:
             raise self.wrong(key, f"an integer from {low} to {high}", value)
         return value
 
-    def float(self, key: str, default: float | None = None, *, low: float = 0.0, high: float = 1e30) -> float:
+    def number(self, key: str, default: float | None = None, *, low: float = 0.0, high: float = 1e30) -> float:
         """A finite number in low…high; integers count."""
         value = self.raw(key, default)
         if value is None:
@@ -173,7 +185,7 @@ class Keys:
             raise self.wrong(key, f"a number from {low:g} to {high:g}", value)
         return float(value)
 
-    def bool(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         """true or false."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
@@ -191,7 +203,7 @@ class Keys:
             raise self.unsupported(key, ", ".join(table))
         return table[value]
 
-    def floats(self, key: str, length: int) -> tuple[float, ...]:
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive finite numbers."""
         value = self.raw(key)
         if value is None:
@@ -202,6 +214,12 @@ class Keys:
             if isinstance(item, bool) or not isinstance(item, (int, float)) or not math.isfinite(item) or item <= 0:
                 raise self.wrong(key, "a list of positive finite numbers", item)
         return tuple(float(v) for v in value)
+
+    def optional(self, key: str, absent: float, *, low: float = 0.0, high: float = 1e30) -> float:
+        """A number where null switches the feature off (0.0) and an absent key means the family's value `absent`."""
+        if self.prefix + key in self.values and self.values[self.prefix + key] is None:
+            return 0.0
+        return self.number(key, absent, low=low, high=high)
 
     def table(self, key: str) -> Keys | None:
         """A nested object as Keys (its names are shown as `key.name`), None if absent."""
@@ -231,14 +249,14 @@ def _shown(value: Any) -> str:
 
 def _heads(keys: Keys, names: tuple[str, str, str, str], *, rotary: str = "") -> tuple[int, int, int, int]:
     """hidden_size, num_heads, num_kv_heads, head_dim under the given four names, checked against each other."""
-    hidden = keys.int(names[0])
-    heads = keys.int(names[1], high=MAX_HEADS)
-    kv_heads = keys.int(names[2], heads, high=MAX_HEADS)
+    hidden = keys.integer(names[0])
+    heads = keys.integer(names[1], high=MAX_HEADS)
+    kv_heads = keys.integer(names[2], heads, high=MAX_HEADS)
     if heads % kv_heads:
         raise keys.wrong(names[2], f"a divisor of the {heads} query heads", kv_heads)
     if keys.raw(names[3]) is None and hidden % heads:
         raise keys.wrong(names[1], f"a divisor of the hidden size {hidden}, as '{names[3]}' is absent", heads)
-    return hidden, heads, kv_heads, keys.int(names[3], hidden // heads, high=65_536)
+    return hidden, heads, kv_heads, keys.integer(names[3], hidden // heads, high=65_536)
 
 
 # Hugging Face ---------------------------------------------------------------------------------------------------------
@@ -260,26 +278,51 @@ def decoder_from_hf(keys: Keys, *, act_key: str = "hidden_act", **own: Any) -> D
             key="quantization_config.quant_method",
         )
     hidden, heads, kv_heads, head_dim = _heads(keys, ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
-    num_layers = keys.int("num_hidden_layers", high=MAX_LAYERS)
-    max_position = keys.int("max_position_embeddings", high=MAX_CONTEXT)
+    num_layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    max_position = keys.integer("max_position_embeddings", high=MAX_CONTEXT)
     common: dict[str, Any] = {
         "hidden_size": hidden,
-        "intermediate_size": keys.int("intermediate_size"),
+        "intermediate_size": keys.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "vocab_size": keys.int("vocab_size", high=MAX_VOCAB),
-        "rms_norm_eps": keys.float("rms_norm_eps", 1e-6, low=1e-12, high=1.0),
+        "vocab_size": keys.integer("vocab_size", high=MAX_VOCAB),
+        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6, low=1e-12, high=1.0),
         "max_position": max_position,
         "query_scale": head_dim**-0.5,
-        "tie_word_embeddings": keys.bool("tie_word_embeddings"),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings"),
         "hidden_act": keys.choice(act_key, ACTIVATION_NAMES, "silu"),
     }
     if "rope" not in own:
         table = keys.table("rope_parameters") or keys.table("rope_scaling")
         common["rope"] = rope_from_hf(keys, table, head_dim, max_position)
     return DecoderConfig(**{**common, **own})
+
+
+def layer_types_from_hf(keys: Keys, default: Callable[[int], bool]) -> tuple[str, ...]:
+    """"full" or "sliding" for each layer from `layer_types`; where it is absent, default(layer) says whether it slides."""
+    count = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    listed = keys.layer_flags("layer_types", count)
+    if listed is None:
+        return tuple("sliding" if default(i) else "full" for i in range(count))
+    names = {"full_attention": "full", "sliding_attention": "sliding"}
+    for item in listed:
+        if item not in names:
+            raise UnsupportedError(
+                f"'layer_types' holds {_shown(item)}, which this family does not know",
+                who=keys.who,
+                why=f"known: {', '.join(names)}",
+                key="layer_types",
+            )
+    return tuple(names[item] for item in listed)
+
+
+def sliding_window_from_hf(keys: Keys, absent: int = 0) -> int:
+    """`sliding_window` in tokens; null means none, an absent key `absent`."""
+    if "sliding_window" not in keys:
+        return 0 if "sliding_window" in keys.values else absent
+    return keys.integer("sliding_window", high=MAX_CONTEXT)
 
 
 _ROPE_TYPES = {
@@ -297,42 +340,42 @@ def rope_from_hf(keys: Keys, table: Keys | None, head_dim: int, max_position: in
     """Rotary embedding from `rope_parameters` or `rope_scaling` (table) and the older top-level `rope_theta`."""
     table = table if table is not None else Keys({}, who=keys.who)
     if theta is None:
-        theta = keys.float("rope_theta", 10_000.0, low=1.0)
-    theta = table.float("rope_theta", theta, low=1.0)
-    part = table.float("partial_rotary_factor", keys.float("partial_rotary_factor", 1.0, high=1.0), high=1.0)
+        theta = keys.number("rope_theta", 10_000.0, low=1.0)
+    theta = table.number("rope_theta", theta, low=1.0)
+    part = table.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0, high=1.0), high=1.0)
     rotary_dim = int(head_dim * part)
     if rotary_dim < 2 or rotary_dim % 2:
         raise keys.wrong("partial_rotary_factor", f"a share of the head dimension {head_dim} that gives an even number", part)
     kind_key = "rope_type" if "rope_type" in table else "type"
     scaling = table.choice(kind_key, _ROPE_TYPES, "default")
-    original = keys.int("original_max_position_embeddings", max_position, high=MAX_CONTEXT)
-    original = table.int("original_max_position_embeddings", original, high=MAX_CONTEXT)
+    original = keys.integer("original_max_position_embeddings", max_position, high=MAX_CONTEXT)
+    original = table.integer("original_max_position_embeddings", original, high=MAX_CONTEXT)
     base: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling, "original_length": original}
     if scaling in ("linear", "dynamic", "llama3"):
-        base["factor"] = table.float("factor", low=1.0, high=1e6)
+        base["factor"] = table.number("factor", low=1.0, high=1e6)
     if scaling == "dynamic":
         base["original_length"] = max_position
     if scaling == "llama3":
-        low = table.float("low_freq_factor", low=1e-6, high=1e6)
-        high = table.float("high_freq_factor", low=1e-6, high=1e6)
+        low = table.number("low_freq_factor", low=1e-6, high=1e6)
+        high = table.number("high_freq_factor", low=1e-6, high=1e6)
         if low >= high:
             raise table.wrong("high_freq_factor", f"more than low_freq_factor {low:g}", high)
         base |= {"low_freq_factor": low, "high_freq_factor": high}
     if scaling in ("yarn", "longrope"):
-        factor = table.float("factor", max(1.0, max_position / original), low=1.0, high=1e6)
+        factor = table.number("factor", max(1.0, max_position / original), low=1.0, high=1e6)
         base["factor"] = factor
         default = _yarn_attention(table, factor) if scaling == "yarn" else longrope_attention(factor, original)
-        base["attention_factor"] = table.float("attention_factor", default, low=1e-6, high=1e6)
+        base["attention_factor"] = table.number("attention_factor", default, low=1e-6, high=1e6)
     if scaling == "yarn":
         base |= _yarn_ramp(table, "beta_fast", "beta_slow")
-        base["truncate"] = table.bool("truncate", True)
+        base["truncate"] = table.flag("truncate", True)
     if scaling == "longrope":
-        base |= {name: table.floats(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}
+        base |= {name: table.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}
     return RopeConfig(**base)
 
 
 def _yarn_ramp(table: Keys, fast_key: str, slow_key: str) -> dict[str, float]:
-    fast, slow = table.float(fast_key, 32.0, low=1e-6), table.float(slow_key, 1.0, low=1e-6)
+    fast, slow = table.number(fast_key, 32.0, low=1e-6), table.number(slow_key, 1.0, low=1e-6)
     if fast <= slow:
         raise table.wrong(fast_key, f"more than {slow_key} {slow:g}", fast)
     return {"beta_fast": fast, "beta_slow": slow}
@@ -344,7 +387,7 @@ def _yarn_attention(table: Keys, factor: float) -> float:
     def scale(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0
 
-    mscale, all_dim = table.float("mscale", 0.0), table.float("mscale_all_dim", 0.0)
+    mscale, all_dim = table.number("mscale", 0.0), table.number("mscale_all_dim", 0.0)
     return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
 
 
@@ -361,19 +404,19 @@ def decoder_from_gguf(keys: Keys, tensors: Container[str], vocab_size: int, *, s
     there). vocab_size: rows of the embedding. style: rope pairing that llama.cpp's converter leaves for this architecture."""
     names = ("embedding_length", "attention.head_count", "attention.head_count_kv", "attention.key_length")
     hidden, heads, kv_heads, head_dim = _heads(keys, names)
-    if keys.int("attention.value_length", head_dim) != head_dim:
+    if keys.integer("attention.value_length", head_dim) != head_dim:
         raise keys.unsupported("attention.value_length", f"the key length {head_dim}")
-    num_layers = keys.int("block_count", high=MAX_LAYERS)
-    max_position = keys.int("context_length", high=MAX_CONTEXT)
+    num_layers = keys.integer("block_count", high=MAX_LAYERS)
+    max_position = keys.integer("context_length", high=MAX_CONTEXT)
     common: dict[str, Any] = {
         "hidden_size": hidden,
-        "intermediate_size": keys.int("feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length"),
         "num_layers": num_layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": vocab_size,
-        "rms_norm_eps": keys.float("attention.layer_norm_rms_epsilon", low=1e-12, high=1.0),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", low=1e-12, high=1.0),
         "max_position": max_position,
         "query_scale": head_dim**-0.5,
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -382,39 +425,39 @@ def decoder_from_gguf(keys: Keys, tensors: Container[str], vocab_size: int, *, s
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "rope": rope_from_gguf(keys, head_dim, max_position, style),
     }
-    if keys.int("vocab_size", vocab_size, high=MAX_VOCAB) != vocab_size:
+    if keys.integer("vocab_size", vocab_size, high=MAX_VOCAB) != vocab_size:
         raise keys.wrong("vocab_size", f"the {vocab_size} rows of 'token_embd.weight'")
     return DecoderConfig(**{**common, **own})
 
 
 def rope_from_gguf(keys: Keys, head_dim: int, max_position: int, style: str) -> RopeConfig:
     """Rotary embedding from `ARCH.rope.*`. Factors stored as tensors (`rope_freqs`, `rope_factors_*`) are added by `rope.py`."""
-    rotary_dim = keys.int("rope.dimension_count", head_dim, low=2, high=head_dim)
+    rotary_dim = keys.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
     if rotary_dim % 2:
         raise keys.wrong("rope.dimension_count", "even", rotary_dim)
     kinds = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
     scaling = keys.choice("rope.scaling.type", kinds, "none")
-    factor = keys.float("rope.scaling.factor", keys.float("rope.scale_linear", 1.0, low=1e-6), high=1e6)
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, low=1e-6), high=1e6)
     if "rope.scale_linear" in keys and "rope.scaling.type" not in keys:
         scaling = "linear"
-    original = keys.int("rope.scaling.original_context_length", max_position, high=MAX_CONTEXT)
+    original = keys.integer("rope.scaling.original_context_length", max_position, high=MAX_CONTEXT)
     base: dict[str, Any] = {
-        "theta": keys.float("rope.freq_base", 10_000.0, low=1.0),
+        "theta": keys.number("rope.freq_base", 10_000.0, low=1.0),
         "rotary_dim": rotary_dim,
         "style": style,
         "scaling": scaling,
         "original_length": original,
     }
-    attention = base["attention_factor"] = keys.float("rope.scaling.attn_factor", 1.0, low=1e-6, high=1e6)
+    attention = base["attention_factor"] = keys.number("rope.scaling.attn_factor", 1.0, low=1e-6, high=1e6)
     if scaling in ("linear", "yarn") and factor != 0.0:
         if factor < 1.0:
             raise keys.wrong("rope.scaling.factor", "1 or more", factor)
         base["factor"] = factor
     if scaling == "yarn":
-        if keys.float("rope.scaling.yarn_ext_factor", 1.0, low=-1e6) != 1.0:
+        if keys.number("rope.scaling.yarn_ext_factor", 1.0, low=-1e6) != 1.0:
             raise keys.unsupported("rope.scaling.yarn_ext_factor", "1")
         base |= _yarn_ramp(keys, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
-        attention *= keys.float("rope.scaling.yarn_attn_factor", 1.0, low=1e-6, high=1e6)
+        attention *= keys.number("rope.scaling.yarn_attn_factor", 1.0, low=1e-6, high=1e6)
         base["attention_factor"] = attention * (0.1 * math.log(base.get("factor", 1.0)) + 1.0)
     if scaling == "longrope" and "rope.scaling.attn_factor" not in keys:
         base["attention_factor"] = longrope_attention(max_position / original, original)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..core.weights import TensorSource, WeightRef
 from .config import DecoderConfig, Keys
 
-__all__ = ["Family", "HFReader", "GGUFReader", "Refs"]
+__all__ = ["Family", "GGUFReader", "HFReader", "Refs"]
 
 HFReader = Callable[[Keys], DecoderConfig]
 """config.json -> DecoderConfig."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.weights import TensorSource
-from .config import DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf
+from .config import MAX_CONTEXT, DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf
 from .family import Family
 from .names import gguf_name, hf_ref
 
@@ -18,15 +18,17 @@ __all__ = ["FAMILY", "from_gguf", "from_hf"]
 
 def from_hf(keys: Keys) -> DecoderConfig:
     """config.json: `attention_bias` puts biases on all four projections, `mlp_bias` on the three of the MLP."""
-    bias = keys.bool("attention_bias")
-    return decoder_from_hf(keys, qkv_bias=bias, output_bias=bias, mlp_bias=keys.bool("mlp_bias"))
+    bias = keys.flag("attention_bias")
+    return decoder_from_hf(keys, qkv_bias=bias, output_bias=bias, mlp_bias=keys.flag("mlp_bias"))
 
 
 def from_gguf(keys: Keys, tensors: Mapping[str, TensorSource], vocab_size: int) -> DecoderConfig:
     """`llama.*` keys. Mixtral files carry the same architecture name and are refused here."""
-    if keys.int("expert_count", 0, low=0):
+    if keys.integer("expert_count", 0, low=0):
         raise keys.unsupported("expert_count", "0: a dense model")
-    return decoder_from_gguf(keys, tensors, vocab_size, style="pairs")
+    window = keys.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
+    types = ("sliding",) * keys.integer("block_count") if window else ()
+    return decoder_from_gguf(keys, tensors, vocab_size, style="pairs", sliding_window=window, layer_types=types)
 
 
 FAMILY = Family(

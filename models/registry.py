@@ -15,7 +15,7 @@ from ..core.errors import ModelFileError, UnsupportedError
 from ..core.graph import Graph
 from ..core.model import ModelDef
 from ..core.weights import TensorSource, WeightRef
-from . import llama
+from . import gemma2, gemma3, internlm2, internlm3, llama, mistral, phi3, qwen2, qwen3, smollm3
 from .blocks import decoder_graph
 from .config import DecoderConfig, Keys, RopeConfig
 from .family import Family
@@ -23,7 +23,9 @@ from .rope import gguf_factors, inv_freq
 
 __all__ = ["FAMILIES", "build", "supported"]
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = tuple(
+    module.FAMILY for module in (llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3)
+)
 """Every family, in the order of the documentation."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from fastllm.core.graph import Graph, Node, Value
 from fastllm.core.model import ModelDef
 from fastllm.core.weights import TensorSource
