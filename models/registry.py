@@ -224,4 +224,9 @@ def _unused(family: Family, c: DecoderConfig, sources: Mapping[str, TensorSource
                 fix="the configuration may lack a key (biases), or the model is a variant that is not supported",
             )
     groups = (("not part of the text model", towers), ("tied to the embedding", head), ("not used", left))
-    return [f"{len(names)} tensors left out, {why}: {', '.join(names[:3])}{' …' * (len(names) > 3)}" for why, names in groups if names]
+    return [_left_out(why, names) for why, names in groups if names]
+
+
+def _left_out(why: str, names: list[str]) -> str:
+    count = f"{len(names)} tensor{'s' * (len(names) > 1)}"
+    return f"{count} left out, {why}: {', '.join(names[:3])}{' …' * (len(names) > 3)}"

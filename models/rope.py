@@ -49,8 +49,9 @@ def inv_freq(rope: RopeConfig, context_limit: int, factors: np.ndarray | None = 
 
 
 def _dynamic_theta(rope: RopeConfig, context_limit: int) -> tuple[float, str]:
-    """The base for sequences of context_limit tokens (bloc97's dynamic NTK): θ·(s·n/L0 − s + 1)^(d/(d−2))."""
-    dim, length = rope.rotary_dim, max(context_limit, rope.original_length)
+    """The base for sequences of n tokens (bloc97's dynamic NTK): θ·(s·n/L0 − s + 1)^(d/(d−2)), n at most s·L0."""
+    dim = rope.rotary_dim
+    length = max(rope.original_length, min(context_limit, int(rope.factor * rope.original_length)))
     stretch = rope.factor * length / rope.original_length - rope.factor + 1.0
     theta = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
     note = f"rope: dynamic scaling is fixed for {length} tokens (base {theta:.6g}); the model was trained on {rope.original_length}"
