@@ -337,6 +337,10 @@ class Backend(ABC):
         """What the device has and what is used."""
         return MemoryInfo(0, 0, 0)
 
+    def read_bandwidth(self, nbytes: int) -> float | None:
+        """Bytes per second at which ops read a weight set of nbytes, measured now (well under a second); None: cannot tell."""
+        return None
+
     def new_stream(self) -> Stream:
         """A new stream."""
         return Stream()

@@ -1,0 +1,108 @@
+"""`fastllm inspect`: what is inside a model, read from its header only."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ..formats import ModelFiles
+
+__all__ = ["inspect_command"]
+
+
+@click.command("inspect")
+@click.argument("model")
+@click.option("--tensors", is_flag=True, help="List every tensor with shape, format and size.")
+@click.option("--template", is_flag=True, help="Print the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def inspect_command(model: str, tensors: bool, template: bool, as_json: bool, debug: bool) -> None:
+    """Show architecture, sizes, quantisation, tokenizer and template of MODEL.
+
+    Reads the header only; no weight is touched. MODEL is a file, a folder or any name that `fastllm run` takes.
+    """
+    from ..loading import LoadOptions, open_files
+    from .terminal import Reporter, escape_controls
+
+    with Reporter(quiet=as_json) as reporter:
+        files = open_files(model, LoadOptions(progress=reporter.progress, message=reporter.message, licence=reporter.licence))
+    with files:
+        facts = describe(files)
+        if as_json:
+            facts["tensors"] = [_tensor_row(t) for t in files.tensors.values()]
+            facts["chat_template"] = files.chat_template
+            facts["config"] = {k: v for k, v in files.config.items() if isinstance(v, str | int | float | bool | list | dict)}
+            click.echo(json.dumps(facts, indent=1, default=str))
+            return
+        for key, value in facts.items():
+            click.echo(f"{key.replace('_', ' '):18} {escape_controls(_shown(value))}")
+        if tensors:
+            click.echo()
+            for row in map(_tensor_row, files.tensors.values()):
+                click.echo(f"{escape_controls(row['name']):48} {row['format']:7} {row['shape']!s:20} {row['size_bytes']:>14,}")
+        if template:
+            click.echo()
+            click.echo(escape_controls(files.chat_template or "this model has no chat template"))
+
+
+def describe(files: ModelFiles) -> dict[str, Any]:
+    """The facts of a model's header. Adds what its family makes of it, or why no family takes it."""
+    from .. import models
+    from ..core.errors import FastLLMError
+
+    values = sum(_count(t.shape) for t in files.tensors.values())
+    formats: Counter[str] = Counter()
+    for t in files.tensors.values():
+        formats[t.format] += t.nbytes
+    facts: dict[str, Any] = {
+        "path": str(files.path),
+        "kind": files.kind,
+        "architecture": files.architecture,
+        "parameters": values,
+        "size_bytes": files.size_bytes,
+        "bits_per_weight": round(8 * files.size_bytes / max(1, values), 2),
+        "formats": {name: f"{100 * size / max(1, files.size_bytes):.1f} %" for name, size in formats.most_common()},
+        "tensor_count": len(files.tensors),
+    }
+    try:
+        built = models.build(files.kind, files.architecture, files.config, files.tensors)
+        facts |= {"context": built.max_position, "layers": built.num_layers, "hidden_size": built.hidden_size, "vocabulary": built.vocab_size}
+        facts |= {key: value for key, value in built.details.items() if isinstance(value, str | int | float)}
+        facts["notes"] = [*files.notes, *built.notes]
+    except FastLLMError as error:
+        facts["not_runnable"] = f"{error.message}{': ' + error.why if error.why else ''}"
+    tokenizer = files.tokenizer
+    facts["tokenizer"] = "none" if tokenizer is None else _tokenizer(tokenizer)
+    facts["chat_template_chars"] = len(files.chat_template) if files.chat_template else 0
+    return facts
+
+
+def _tokenizer(source: Any) -> str:
+    if source.kind != "gguf":
+        return str(source.kind)
+    pieces = source.gguf.get("tokenizer.ggml.tokens", ())
+    pre = source.gguf.get("tokenizer.ggml.pre")
+    return f"gguf {source.gguf.get('tokenizer.ggml.model', '?')}{f', pre {pre}' if pre else ''}, {len(pieces):,} pieces"
+
+
+def _tensor_row(t: Any) -> dict[str, Any]:
+    return {"name": t.name, "format": t.format, "shape": list(t.shape), "size_bytes": t.nbytes}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for dim in shape:
+        total *= dim
+    return total
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)

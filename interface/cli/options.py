@@ -1,0 +1,80 @@
+"""Options that several commands share, and how they become `LoadOptions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["load_options", "model_options", "parse_pairs", "sampling_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator made of several, applied in reading order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_model = (
+    click.option("--backend", metavar="NAME[:DEVICE]", help="Backend to run on; `fastllm backends list` shows them.  [default: the best that is ready]"),
+    click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated."),
+    click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
+    click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
+    click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device.  [default: warn]"),
+    click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
+    click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file."),
+    click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
+    click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress, notes or statistics on stderr."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+)
+
+_sampling = (
+    click.option("--max-tokens", "-n", type=click.IntRange(1), help="Most new tokens.  [default: until the answer or the context ends]"),
+    click.option("--temperature", type=click.FloatRange(0, 5), help="0 always takes the likeliest token.  [default: the model's, else 0.7]"),
+    click.option("--top-k", type=click.IntRange(-1), help="Sample among the k likeliest; 0 or -1: all.  [default: the model's, else 40]"),
+    click.option("--top-p", type=click.FloatRange(0, 1), help="Sample among the likeliest that sum to p.  [default: the model's, else 0.95]"),
+    click.option("--min-p", type=click.FloatRange(0, 1), help="Leave out what is less likely than this fraction of the likeliest."),
+    click.option("--repeat-penalty", type=click.FloatRange(0.01, 10), help="Above 1: less repetition."),
+    click.option("--seed", type=int, help="Same seed, same answer.  [default: drawn, shown in the statistics]"),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model has ended its answer."),
+)
+
+
+def model_options(command: F) -> F:
+    """--backend … --debug, for every command that opens a model."""
+    return _together(*_model)(command)
+
+
+def sampling_options(command: F) -> F:
+    """--max-tokens … --ignore-eos."""
+    return _together(*_sampling)(command)
+
+
+def parse_pairs(pairs: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` strings as a dict. Raises click.UsageError for one without `=`."""
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--backend-opt {pair!r} is not KEY=VALUE")
+        result[key] = value
+    return result
+
+
+def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
+    """`LoadOptions` from the values of `model_options`."""
+    from ..loading import LoadOptions
+
+    names = ("backend", "threads", "ctx", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
+    chosen = {name: values[name] for name in names if name in values}
+    return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **chosen, **extra)

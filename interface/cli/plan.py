@@ -1,0 +1,117 @@
+"""`fastllm plan`: what a model would take and where it would run, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import load_options, model_options
+
+if TYPE_CHECKING:
+    from ..loading import ModelPlan
+
+__all__ = ["plan_command"]
+
+
+@click.command("plan")
+@click.argument("model", required=False)
+@click.option("--max-batch-size", type=click.IntRange(1), default=1, show_default=True, help="Sequences that run at the same time.")
+@click.option("--no-measure", is_flag=True, help="Do not measure this machine's read bandwidth (half a second).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+def plan_command(model: str | None, **values: Any) -> None:
+    """Show memory, device of each layer, ops that leave their device, and the speed to expect, for MODEL.
+
+    The expected speed of one stream is the read bandwidth of this machine, measured now, divided by the bytes of weights that
+    one token reads: a limit, not a promise.
+    """
+    from ..loading import DEFAULT_MODEL, plan_model
+    from .terminal import Reporter
+
+    quiet = values["quiet"] or values["as_json"]
+    with Reporter(quiet=quiet) as reporter:
+        callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
+        planned = plan_model(model or DEFAULT_MODEL, load_options(values, max_batch_size=values["max_batch_size"], **callbacks))
+        reporter.stop()
+    try:
+        facts = describe(planned, measure=not values["no_measure"])
+    finally:
+        planned.close()
+    if values["as_json"]:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    for key in ("model", "backend", "context", "sequences"):
+        click.echo(f"{key:22} {facts[key]}")
+    for key in ("weights", "cache", "activations", "total", "available"):
+        size = facts[f"{key}_bytes"]
+        click.echo(f"{key:22} {'unknown' if size is None else f'{size / (1 << 20):,.1f} MiB'}")
+    for line in facts["layers"]:
+        click.echo(f"{'layers ' + line['layers']:22} {line['device']}")
+    for layout, size in facts["weight_layouts"].items():
+        click.echo(f"{'kept as ' + layout:22} {size / (1 << 20):,.1f} MiB")
+    for left in facts["fallbacks"]:
+        click.echo(f"{'leaves its device':22} {left['op']} × {left['count']} → {left['device']}: {left['reason']}")
+    click.echo(f"{'copied per token':22} {facts['copy_bytes_per_token']:,} bytes")
+    click.echo(f"{'weights per token':22} {facts['weight_bytes_per_token'] / (1 << 20):,.1f} MiB")
+    if facts["read_bytes_per_s"]:
+        click.echo(f"{'read bandwidth':22} {facts['read_bytes_per_s'] / 1e9:.1f} GB/s (measured over as many bytes)")
+        click.echo(f"{'speed limit':22} {facts['tokens_per_s_limit']:.1f} tokens/s for one stream at the start of its context")
+
+
+def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
+    """The plan as plain data, for people and for `--json`."""
+    plan = planned.plan
+    weights, cache, state = (plan.total_bytes(a) for a in ("weights", "kv", "state"))
+    activations = plan.total_bytes("scratch") + plan.total_bytes("host") + state
+    layouts: Counter[str] = Counter()
+    for place in plan.places.values():
+        if place.arena == "weights":
+            layouts[place.layout.id if place.layout else place.dtype] += place.nbytes
+    left: Counter[tuple[str, str, str]] = Counter((plan.graph.nodes[d.node].op, d.device, d.reason) for d in plan.fallbacks)
+    per_token = plan.bytes_per_token()
+    bandwidth = _bandwidth(planned, per_token) if measure else None
+    return {
+        "model": planned.name,
+        "architecture": planned.definition.architecture,
+        "backend": planned.selection.name,
+        "backend_origin": planned.selection.origin,
+        "context": planned.context,
+        "sequences": plan.limits.max_sequences,
+        "weights_bytes": weights,
+        "cache_bytes": cache,
+        "activations_bytes": activations,
+        "total_bytes": weights + cache + activations,
+        "available_bytes": planned.available_bytes,
+        "layers": _layers(planned),
+        "weight_layouts": dict(layouts.most_common()),
+        "fallbacks": [{"op": op, "device": device, "reason": reason, "count": n} for (op, device, reason), n in left.items()],
+        "copy_bytes_per_token": plan.copy_bytes_per_token(),
+        "weight_bytes_per_token": per_token,
+        "read_bytes_per_s": bandwidth,
+        "tokens_per_s_limit": bandwidth / per_token if bandwidth and per_token else None,
+    }
+
+
+def _layers(planned: ModelPlan) -> list[dict[str, str]]:
+    """Runs of layers on the same devices: [{"layers": "0–29", "device": "cpu_avx"}]."""
+    devices: dict[int, set[str]] = {}
+    for decision in planned.plan.decisions:
+        layer = planned.plan.graph.nodes[decision.node].tags.get("layer")
+        if layer is not None:
+            devices.setdefault(layer, set()).add(decision.device)
+    runs: list[tuple[int, int, str]] = []
+    for layer in sorted(devices):
+        device = " + ".join(sorted(devices[layer]))
+        if runs and runs[-1][2] == device:
+            runs[-1] = (runs[-1][0], layer, device)
+        else:
+            runs.append((layer, layer, device))
+    return [{"layers": f"{first}–{last}", "device": device} for first, last, device in runs]
+
+
+def _bandwidth(planned: ModelPlan, nbytes: int) -> float | None:
+    """Bytes per second that the backend reads, over as many bytes as a token needs; None if it cannot tell."""
+    return planned.backends[planned.selection.name].read_bandwidth(max(nbytes, 1 << 20))

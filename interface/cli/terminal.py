@@ -1,0 +1,118 @@
+"""What the command line writes: answers on stdout, everything else on stderr.
+
+Progress is a bar on a terminal and plain lines elsewhere. Control characters of a model are shown escaped on a terminal, so that
+an answer cannot move the cursor or set a title.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import click
+
+__all__ = ["Reporter", "escape_controls", "stats_line", "write_answer"]
+
+_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(i) not in "\n\t"}
+
+
+def escape_controls(text: str) -> str:
+    """Control characters (but newline and tab) as visible escapes."""
+    return text.translate(_CONTROLS)
+
+
+def write_answer(text: str) -> None:
+    """A piece of an answer to stdout, at once; escaped on a terminal, byte for byte elsewhere."""
+    stream = sys.stdout
+    stream.write(escape_controls(text) if stream.isatty() else text)
+    stream.flush()
+
+
+def stats_line(timings: Any, context: int, seed: int | None = None) -> str:
+    """`prompt 53 tok @ 210/s · 118 tok @ 14.2/s · ttft 0.25 s · ctx 171/4096`."""
+    computed = timings.prompt_tokens - timings.cached_tokens
+    cached = f" (+{timings.cached_tokens} cached)" if timings.cached_tokens else ""
+    parts = [f"prompt {computed} tok{cached}{_rate(computed, timings.prompt_s)}"]
+    parts.append(f"{timings.decode_tokens} tok{_rate(timings.decode_tokens - 1, timings.decode_s)}")
+    parts.append(f"ttft {timings.ttft_s:.2f} s")
+    parts.append(f"ctx {timings.prompt_tokens + timings.decode_tokens}/{context}")
+    if seed is not None:
+        parts.append(f"seed {seed}")
+    return " · ".join(parts)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    if tokens <= 0 or seconds <= 0:
+        return ""
+    rate = tokens / seconds
+    return f" @ {rate:.0f}/s" if rate >= 100 else f" @ {rate:.1f}/s"
+
+
+class Reporter:
+    """Progress and messages on stderr. A context manager; quiet: nothing but errors."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self._bar: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._printed: dict[str, int] = {}
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes bars off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._tasks.clear()
+
+    def message(self, line: str) -> None:
+        """One line on stderr."""
+        if not self.quiet:
+            click.echo(f"fastllm: {escape_controls(line)}", err=True)
+
+    def licence(self, title: str, text: str) -> None:
+        """The terms of a model, before it is fetched the first time."""
+        if not self.quiet:
+            self.stop()
+            lines = text.strip().splitlines()
+            shown = "\n".join(lines[:8] + (["…"] if len(lines) > 8 else []))
+            click.echo(f"fastllm: licence of this model: {title}\n{escape_controls(shown)}", err=True)
+
+    def progress(self, what: str, done: int, total: int | None) -> None:
+        """Bytes done of a transfer or a load."""
+        if self.quiet:
+            return
+        if sys.stderr.isatty():
+            self._draw(what, done, total)
+        else:
+            self._line(what, done, total)
+
+    def _draw(self, what: str, done: int, total: int | None) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total)
+        self._bar.update(self._tasks[what], completed=done, total=total)
+        if total is not None and done >= total and all(t.finished for t in self._bar.tasks):
+            self.stop()
+
+    def _line(self, what: str, done: int, total: int | None) -> None:
+        """Without a terminal: one line at each tenth of a download; loading is silent."""
+        if not what.startswith("download"):
+            return
+        tenth = done * 10 // total if total else 0
+        if tenth > self._printed.get(what, -1):
+            self._printed[what] = tenth
+            size = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
+            click.echo(f"fastllm: {what}: {size}", err=True)

@@ -1,0 +1,327 @@
+"""Loading: from a model's name to an engine that answers.
+
+    resolve (formats) → open_model → build (models) → select and open backends (plugins) → plan → load → Engine
+
+`LLM`, the command line and the server all come through `load_model`; `plan_model` stops before anything is loaded. Memory is
+planned first: a context that does not fit is refused with the sum, never reduced unasked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .core.cgroup import available_memory
+from .core.errors import OutOfMemory, TokenizerError, UsageError
+from .core.graph import KVSpec
+from .core.placement import Placement
+from .core.planner import Plan, StepLimits, make_plan
+
+if TYPE_CHECKING:
+    from .core.backend import Backend
+    from .core.engine import Engine
+    from .core.model import ModelDef
+    from .core.plugins import BackendRegistry, Selection
+    from .core.sampling import SamplingParams
+    from .formats import ModelFiles
+    from .text import ChatTemplate, Tokenizer
+
+__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "load_model", "open_files", "plan_model"]
+
+DEFAULT_MODEL = "smollm2"
+MEMORY_SHARE = 0.8  # of what is available may be planned
+RESERVE_BYTES = 256 << 20  # left for Python, the tokenizer and the system
+MIN_CONTEXT = 512  # tokens; less is refused when the default is chosen by memory
+
+Progress = Callable[[str, int, int | None], None]
+"""(what: "download NAME" or "load", bytes done, bytes in all or None)."""
+
+
+def _ignore_progress(what: str, done: int, total: int | None) -> None:
+    """The default: nobody watches."""
+
+
+def _ignore_message(line: str) -> None:
+    """The default: nobody reads."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    backend: NAME[:DEVICE] or None (auto); backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
+    ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
+    same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
+    all, None = a full context for every sequence, as far as memory allows; fallback: policy when an op leaves its device;
+    prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
+    configuration and plug-in files the user named; offline: no network.
+    """
+
+    backend: str | None = None
+    backend_options: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 0
+    ctx: int | None = None
+    max_batch_size: int = 8
+    prefill_chunk: int = 512
+    block_size: int = 64
+    kv_cache_tokens: int | None = None
+    fallback: str | None = None
+    prefix_cache: bool = True
+    strict: bool = False
+    plugins_file: Path | None = None
+    plugin_paths: tuple[Path, ...] = ()
+    offline: bool | None = None
+    progress: Progress = _ignore_progress
+    message: Callable[[str], None] = _ignore_message
+    licence: Callable[[str, str], None] | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for values that cannot be used, naming the option and its range."""
+        ranges = {"threads": (0, 4096), "max_batch_size": (1, 4096), "prefill_chunk": (1, 65536), "block_size": (8, 1024)}
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise UsageError(f"{name} is {value!r}; it must be an integer from {low} to {high:,}", fix=f"--{name.replace('_', '-')} {max(low, 1)}")
+        for name in ("ctx", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 8):
+                raise UsageError(f"{name} is {value!r}; it must be at least 8 tokens", fix=f"--{name.replace('_', '-')} 4096")
+
+
+@dataclass
+class ModelPlan:
+    """A model that is planned but not loaded. Close it, or hand it on to `load_model`'s result, which does."""
+
+    name: str
+    files: ModelFiles
+    definition: ModelDef
+    registry: BackendRegistry
+    selection: Selection
+    backends: dict[str, Backend]
+    plan: Plan
+    context: int
+    options: LoadOptions
+    available_bytes: int | None
+
+    def close(self) -> None:
+        """Closes backends and files."""
+        for backend in self.backends.values():
+            backend.close()
+        self.files.close()
+
+
+@dataclass
+class LoadedModel:
+    """A model that answers: its engine, text side and how it came to be. `close` returns all of its memory."""
+
+    planned: ModelPlan
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: SamplingParams
+    load_s: float
+
+    @property
+    def name(self) -> str:
+        """The model's name as the user gave it."""
+        return self.planned.name
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens."""
+        return self.planned.context
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that runs it."""
+        return self.planned.selection.name
+
+    def close(self) -> None:
+        """Stops the engine, then frees memory and files; may be called twice."""
+        self.engine.close()
+        self.planned.close()
+
+
+def open_files(model: str | os.PathLike[str], options: LoadOptions) -> ModelFiles:
+    """Finds (fetching it if need be) and opens a model's files. Raises ModelNotFound, DownloadError, ModelFileError."""
+    from .formats import open_model
+    from .formats.sources import resolve
+
+    path = resolve(
+        os.fspath(model),
+        offline=options.offline,
+        progress=lambda done, total, label: options.progress(f"download {label}", done, total),
+        notice=options.message,
+        licence=options.licence,
+    )
+    return open_model(path)
+
+
+def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan:
+    """Opens files and backends and plans; loads no weight. The caller closes the result."""
+    from . import models
+    from .core.plugins import BackendRegistry
+
+    options.check()
+    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
+    selection = registry.select(options.backend)
+    files = open_files(model, options)
+    backends: dict[str, Backend] = {}
+    try:
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx)
+        if options.ctx is not None and options.ctx > definition.max_position:
+            raise UsageError(
+                f"--ctx {options.ctx:,} is more than the {definition.max_position:,} tokens this model was made for",
+                who=str(files.path),
+                fix=f"--ctx {definition.max_position}",
+            )
+        chosen = dict(options.backend_options)
+        if options.threads:
+            chosen["threads"] = str(options.threads)
+        backends[selection.name] = registry.open(selection, chosen)
+        if selection.name != "ref":
+            backends["ref"] = registry.open(registry.select("ref"), {})
+        fallback = options.fallback or ("error" if options.strict else registry.fallback)
+        plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
+        _report(plan, definition, files, registry, fallback, options)
+    except BaseException:
+        for backend in backends.values():
+            backend.close()
+        files.close()
+        raise
+    return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available)
+
+
+def _fit(
+    definition: ModelDef, files: ModelFiles, backends: Mapping[str, Backend], device: str, fallback: str, options: LoadOptions
+) -> tuple[Plan, int, int | None]:
+    """The plan with as much context and cache as asked, or as fits: (plan, context in tokens, bytes available)."""
+    size, sequences = options.block_size, options.max_batch_size
+    chunk = max(options.prefill_chunk, sequences)
+    limits = StepLimits(chunk, sequences, max(sequences, min(chunk, 64)), size, size, 1)
+    placement = Placement.on(device)
+
+    def planned(context: int, num_blocks: int) -> Plan:
+        full = replace(limits, context=context, num_blocks=num_blocks)
+        return make_plan(definition.graph, definition.weights, files.tensors, backends, placement, full, fallback=fallback)
+
+    trial = planned(options.ctx or definition.max_position, 1)
+    block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
+    fixed = trial.total_bytes("weights") + trial.total_bytes("scratch") + trial.total_bytes("host") + trial.total_bytes("state")
+    available = available_memory()
+    budget = None if available is None else int(available * MEMORY_SHARE) - fixed - RESERVE_BYTES
+    most = None if budget is None or not block_bytes else budget // block_bytes  # blocks that fit
+
+    wanted = options.ctx or definition.max_position
+    context = wanted
+    if most is not None and -(-wanted // size) > most:
+        context = max(0, most) * size
+        if options.ctx is not None or context < MIN_CONTEXT:
+            raise OutOfMemory(
+                f"{definition.architecture} model with a context of {wanted:,} tokens does not fit in memory",
+                why=f"weights {_mib(trial.total_bytes('weights'))} + activations {_mib(fixed - trial.total_bytes('weights'))} + cache "
+                f"{_mib(-(-wanted // size) * block_bytes)} + reserve {_mib(RESERVE_BYTES)} > {MEMORY_SHARE:.0%} of {_mib(available or 0)} available",
+                fix=f"--ctx {context}" if context >= MIN_CONTEXT else "use a smaller model or quantisation",
+                requested=fixed + -(-wanted // size) * block_bytes,
+                free=available,
+                kind="plan",
+            )
+        options.message(f"context {context:,} of the model's {wanted:,} tokens: that is what {_mib(available or 0)} of available memory holds")
+    per_sequence = -(-context // size)
+    blocks = -(-options.kv_cache_tokens // size) if options.kv_cache_tokens else per_sequence * sequences
+    if options.kv_cache_tokens and blocks < per_sequence:
+        raise UsageError(f"a cache of {options.kv_cache_tokens:,} tokens does not hold one context of {context:,}", fix=f"--ctx {blocks * size}")
+    if most is not None:
+        blocks = max(per_sequence, min(blocks, most))
+    return planned(context, blocks), context, available
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+def _report(
+    plan: Plan, definition: ModelDef, files: ModelFiles, registry: BackendRegistry, fallback: str, options: LoadOptions
+) -> None:
+    """The lines that must be visible: notes of the files and the family, the registry's messages, ops that leave their device."""
+    notes = [*files.notes, *definition.notes]
+    for line in (*registry.messages, *notes):
+        options.message(line)
+    if options.strict and notes:
+        raise UsageError(f"--strict: {notes[0]}", who=str(files.path), fix="run without --strict to accept this")
+    left = plan.fallbacks
+    if left and fallback == "allow":
+        options.message(f"{len(left)} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
+    elif left:
+        reasons: dict[tuple[str, str, str], int] = {}
+        for d in left:
+            key = (plan.graph.nodes[d.node].op, d.device, d.reason)
+            reasons[key] = reasons.get(key, 0) + 1
+        for (op, device, reason), count in reasons.items():
+            options.message(f"{op} (× {count}) runs on {device}: {reason}")
+        options.message(f"{plan.copy_bytes_per_token():,} bytes are copied between devices per token")
+
+
+def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptions | None = None) -> LoadedModel:
+    """Loads a model. Raises a FastLLMError that names what is wrong; nothing stays allocated then."""
+    from .core.engine import Engine
+    from .core.executor import Executor
+
+    options = options or LoadOptions()
+    start = time.perf_counter()
+    planned = plan_model(model, options)
+    try:
+        tokenizer, template = _open_text(planned.files, planned.context)
+        if tokenizer.vocab_size > planned.definition.vocab_size:
+            raise TokenizerError(
+                f"the tokenizer has {tokenizer.vocab_size:,} entries, the model's embedding {planned.definition.vocab_size:,} rows",
+                who=str(planned.files.path),
+                fix="tokenizer and weights do not belong together; download the model again",
+            )
+        executor = Executor(
+            planned.plan,
+            planned.definition.weights,
+            planned.files.tensors,
+            planned.backends,
+            lambda done, total, name: options.progress("load", done, total),
+        )
+    except BaseException:
+        planned.close()
+        raise
+    engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context)
+    defaults = _generation_defaults(planned.files.generation_config)
+    return LoadedModel(planned, engine, tokenizer, template, defaults, time.perf_counter() - start)
+
+
+def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template of a model's files."""
+    from .formats.cache import tokenizer_cache
+    from .text import ChatTemplate, Tokenizer
+
+    source = files.tokenizer
+    if source is None:
+        raise TokenizerError("the model has no tokenizer", who=str(files.path), fix="add tokenizer.json to the folder")
+    if source.kind == "gguf":
+        tokenizer = Tokenizer.from_gguf(source.gguf, cache_dir=tokenizer_cache())
+    elif source.kind == "tokenizer.json":
+        tokenizer = Tokenizer.from_tokenizer_json(source.read(), source.config)
+    else:
+        tokenizer = Tokenizer.from_sentencepiece(source.read())
+    if files.chat_template is None:
+        return tokenizer, None
+    return tokenizer, ChatTemplate.for_tokenizer(files.chat_template, tokenizer, context)
+
+
+def _generation_defaults(config: Mapping[str, Any]) -> SamplingParams:
+    """Built-in defaults, then the model's generation_config."""
+    from .core.sampling import SamplingParams
+
+    known = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+    values = {k: t(config[k]) for k, t in known.items() if isinstance(config.get(k), int | float) and not isinstance(config[k], bool)}
+    if config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return SamplingParams(**{"temperature": 0.7, "top_k": 40, "top_p": 0.95, **values})
