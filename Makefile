@@ -1,0 +1,44 @@
+# Every target is a few lines; the first two are all a user needs: `make run` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: install run test lint wheel clean
+
+install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
+
+run: install ## chat with (or pipe a prompt to) the default model; it is fetched on the first run
+	@$(BIN)/fastllm run $(if $(PROMPT),--prompt "$(PROMPT)",$(if $(shell test -t 0 && echo tty),,$(if $(CI),--prompt "What is the capital of France?",)))
+
+test: $(VENV)/.installed-test ## the whole suite; K=EXPRESSION runs a part of it
+	$(BIN)/python -m pytest $(if $(K),-k "$(K)",)
+
+lint: $(VENV)/.installed-dev ## ruff, mypy, cython-lint, clang-format; warnings are errors
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lint
+
+wheel: ## build dist/*.whl
+	$(PYTHON) -m venv build/wheel-env && build/wheel-env/bin/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
+
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info
+	find core backends -name '*.so' -delete
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastllm needs Python 3.11 or newer: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+
+# The build tools live in the environment, so that building in place after a change takes seconds.
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py $(NATIVE)
+	$(PIP) install -q "setuptools>=77" "Cython>=3.1" "numpy>=2.0"
+	$(PIP) install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -q --no-build-isolation -e ".[test,dev]"
+	@touch $@

@@ -1,0 +1,121 @@
+"""`fastllm doctor`: what this machine offers and what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["doctor_command"]
+
+
+@click.command("doctor")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, debug: bool) -> int:
+    """Check this machine; with NAME, only that backend.
+
+    Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, exits with
+    the code of its state (0 ready, 2 disabled or unknown, 3 broken, 4 unavailable).
+    """
+    from ..core.plugins import BackendRegistry
+
+    registry = BackendRegistry(plugins_file)
+    names = [name] if name else registry.names()
+    if name:
+        registry.state(name, probe=False)  # an unknown name is an error with close matches
+    backends = {n: _backend(registry, n, plugins_file) for n in names}
+    facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
+    facts["backends"] = backends
+    if not name:
+        facts["advice"] = _advice(facts)
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        _show(facts)
+    return int(backends[name]["exit_code"]) if name else 0
+
+
+def _machine() -> dict[str, str]:
+    import os
+
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "cores": str(os.cpu_count()),
+        "allowed cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+    }
+
+
+def _limits() -> dict[str, str]:
+    from ..core.cgroup import available_memory, cpu_quota, memory_limit
+
+    quota, limit, free = cpu_quota(), memory_limit(), available_memory()
+    return {
+        "cpu quota": "none" if quota is None else f"{quota:g} cores",
+        "memory limit": "none" if limit is None else f"{limit / (1 << 20):,.0f} MiB",
+        "memory available": "unknown" if free is None else f"{free / (1 << 20):,.0f} MiB",
+    }
+
+
+def _caches() -> dict[str, str]:
+    import shutil
+
+    from ..formats.cache import Hooks, writable_root
+    from ..formats.sources import list_cached
+
+    notes: list[str] = []
+    root = writable_root(None, Hooks(notice=notes.append))
+    cached = list_cached()
+    free = shutil.disk_usage(root).free
+    result = {"folder": str(root), "free": f"{free / 1e9:.1f} GB", "models": ", ".join(m.name for m in cached) or "none yet"}
+    return result | ({"note": "; ".join(notes)} if notes else {})
+
+
+def _backend(registry: Any, name: str, plugins_file: Path | None) -> dict[str, Any]:
+    """State of one backend, probed in a child, and its environment if it is ready."""
+    from ..core.plugins import probe_in_child
+
+    probe = probe_in_child(name, plugins_file=plugins_file)
+    if probe.outcome != "answered":
+        return {"state": "broken", "reason": f"the probe {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={name}", "exit_code": 3}
+    facts = dict(probe.state)
+    facts["environment"] = registry.environment(name) if facts["state"] == "ready" else {}
+    facts["exit_code"] = facts["error"]["exit_code"] if facts.get("error") else 0
+    return facts
+
+
+def _advice(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    ready = [n for n, b in facts["backends"].items() if b["state"] == "ready"]
+    if ready == ["ref"]:
+        lines.append("only the numpy backend is ready: answers are right but slow")
+    if "note" in facts["caches"]:
+        lines.append("set FASTLLM_HOME to a folder that can be written")
+    return lines or ["nothing stands in the way: fastllm run"]
+
+
+def _show(facts: dict[str, Any]) -> None:
+    for title, section in facts.items():
+        if title == "backends":
+            for name, backend in section.items():
+                reason = f" – {backend['reason']}" if backend.get("reason") else ""
+                hint = f" ({backend['hint']})" if backend.get("hint") else ""
+                click.echo(f"backend {name}: {backend['state']}{reason}{hint}")
+                for device in backend.get("devices", ()):
+                    click.echo(f"  device {device['id']}: {device['name']}")
+                for key, value in backend.get("environment", {}).items():
+                    click.echo(f"  {key}: {value}")
+        elif isinstance(section, dict):
+            click.echo(title)
+            for key, value in section.items():
+                click.echo(f"  {key}: {value}")
+        else:
+            for line in section:
+                click.echo(f"advice: {line}")
