@@ -44,6 +44,18 @@ FL_INLINE uint32_t fl_as_bits(float value) {
   return bits;
 }
 
+FL_INLINE double fl_as_double(uint64_t bits) {
+  double value;
+  memcpy(&value, &bits, 8);
+  return value;
+}
+
+FL_INLINE uint64_t fl_as_bits64(double value) {
+  uint64_t bits;
+  memcpy(&bits, &value, 8);
+  return bits;
+}
+
 FL_INLINE uint16_t fl_load16(const uint8_t *p) {
   uint16_t v;
   memcpy(&v, p, 2);
@@ -295,7 +307,7 @@ FL_CLONES static int fl_decode(int type, const uint8_t *in, float *out, int64_t 
 #undef FL_BLOCKS
 #undef FL_VALUES
 
-/* ---- encoders: ggml reference rounding, 32 values per block --------------------------------------------------------------- */
+/* ---- encoders: the reference rounding of ggml, 32 values per block ------------------------------------------------------- */
 
 FL_INLINE void fl_store16(uint8_t *p, uint16_t v) {
   p[0] = (uint8_t)v;

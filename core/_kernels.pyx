@@ -8,10 +8,14 @@ reference ops), core/sampling and the prefix cache.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+cimport numpy as cnp
+
 import numpy as np
 
-from .errors import ShapeError, UnsupportedError
+from .errors import InvalidRequest, OutOfMemory, ShapeError, UnsupportedError
 from .quant import FORMATS
+
+cnp.import_array()
 
 __all__ = [
     "bf16_to_f32",
@@ -21,6 +25,11 @@ __all__ = [
     "f16_to_f32",
     "f32_to_bf16",
     "f32_to_f16",
+    "hash_blocks",
+    "logprobs",
+    "philox4x32",
+    "sample",
+    "uniform",
 ]
 
 cdef extern from "_codecs.h" nogil:
@@ -30,6 +39,26 @@ cdef extern from "_codecs.h" nogil:
     void fl_bf16s_to_floats(const uint8_t *data, float *out, int64_t n)
     void fl_floats_to_halves(const float *data, uint16_t *out, int64_t n)
     void fl_floats_to_bf16s(const float *data, uint16_t *out, int64_t n)
+
+cdef extern from "_select.h" nogil:
+    ctypedef struct fl_sampler:
+        const double *u
+        const float *temperature
+        const int32_t *top_k
+        const float *top_p
+        const float *min_p
+        const int32_t *adjust_start
+        const int32_t *adjust_ids
+        const float *adjust_bias
+        const float *adjust_repeat
+        const float *adjust_sub
+        const uint32_t *mask
+
+    void fl_philox(const uint32_t *counter, const uint32_t *key, uint32_t *out)
+    void fl_uniform(uint64_t seed, uint64_t sequence, const uint64_t *position, double *out, int64_t n)
+    void fl_hash_blocks(uint64_t parent, uint64_t salt, const int32_t *ids, int64_t block, int64_t blocks, uint64_t *out)
+    int fl_sample(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, int32_t *ids)
+    int fl_logprobs(const float *logits, int64_t rows, int64_t n, int64_t count, float *largest, double *sums, int32_t *ids)
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------
@@ -54,12 +83,12 @@ def _output(value, str name, dtype):
     return array
 
 
-cdef inline const void *_in(array) except? NULL:
-    return <const void *><size_t>array.ctypes.data
+cdef inline const void *_in(array):
+    return cnp.PyArray_DATA(<cnp.ndarray>array)
 
 
-cdef inline void *_out(array) except? NULL:
-    return <void *><size_t>array.ctypes.data
+cdef inline void *_out(array):
+    return cnp.PyArray_DATA(<cnp.ndarray>array)
 
 
 def _format(str name):
@@ -131,7 +160,8 @@ def encode(str format, values):
     if format == "bf16":
         return f32_to_bf16(source_).reshape(-1).view(np.uint8)
     if source_.ndim and source_.shape[source_.ndim - 1] % spec.block:
-        raise ShapeError(f"rows of {source_.shape[source_.ndim - 1]} values are not whole {format} blocks of {spec.block}", who="values")
+        row = source_.shape[source_.ndim - 1]
+        raise ShapeError(f"rows of {row} values are not whole {format} blocks of {spec.block}", who="values")
     if not np.isfinite(source_).all():
         raise UnsupportedError(f"{format} cannot hold NaN or infinity", who="values")
     out = np.empty(spec.nbytes(source_.size), np.uint8)
@@ -195,3 +225,199 @@ def bf16_to_f32(values):
     with nogil:
         fl_bf16s_to_floats(source, target, n)
     return out
+
+
+# ---- block hashes and random numbers -----------------------------------------------------------------------------------
+
+
+def hash_blocks(uint64_t parent, token_ids, int64_t block_size, uint64_t salt=0):
+    """The chain of hashes that names the blocks of a prompt in the prefix cache.
+
+    parent: hash of the block before the first one (0 for a prompt's first block); token_ids: i32 [n]; salt: separates caches
+    that must not share (adapters, tenants). Returns uint64 [n // block_size]: hash b covers the salt, the parent and all ids up
+    to the end of block b; ids after the last whole block are not hashed. 64 bits are not proof: two chains collide with
+    probability 2^-64 by chance, and on purpose by anyone who tries, so whoever finds a block by its hash compares its token
+    ids (and its parent block) before using it.
+    """
+    ids = _array(token_ids, "token_ids", np.int32, 1)
+    if block_size < 1:
+        raise ShapeError(f"block_size is {block_size}; it must be at least 1", who="block_size")
+    cdef int64_t blocks = ids.size // block_size
+    out = np.empty(blocks, np.uint64)
+    cdef const int32_t *source = <const int32_t *>_in(ids)
+    cdef uint64_t *target = <uint64_t *>_out(out)
+    with nogil:
+        fl_hash_blocks(parent, salt, source, block_size, blocks, target)
+    return out
+
+
+def philox4x32(counter, key):
+    """Four random words of Philox4x32-10 (Salmon et al. 2011): counter uint32 [4], key uint32 [2] -> uint32 [4]."""
+    words, keys, out = _array(counter, "counter", np.uint32, 1), _array(key, "key", np.uint32, 1), np.empty(4, np.uint32)
+    if words.size != 4 or keys.size != 2:
+        raise ShapeError(f"counter has {words.size} words and key {keys.size}; they must have 4 and 2", who="philox4x32")
+    fl_philox(<const uint32_t *>_in(words), <const uint32_t *>_in(keys), <uint32_t *>_out(out))
+    return out
+
+
+def uniform(uint64_t seed, uint64_t sequence, position):
+    """Uniform numbers in [0, 1) that depend on (seed, sequence, position) and on nothing else.
+
+    position: uint64, any shape. Returns f64 of the same shape: the upper 53 of the 64 bits w0·2^32 + w1, w = Philox4x32-10
+    with counter (position low, high, sequence low, high) and key (seed low, high).
+    """
+    positions = _array(position, "position", np.uint64)
+    out = np.empty(positions.shape, np.float64)
+    fl_uniform(seed, sequence, <const uint64_t *>_in(positions), <double *>_out(out), positions.size)
+    return out
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------------
+
+
+cdef int64_t MOST_TOKENS = 1 << 22  # a sum of weights of 2^40 stays below 2^63
+
+
+def _logits(value):
+    logits = _array(value, "logits", np.float32, 2)
+    if not 1 <= logits.shape[1] <= MOST_TOKENS:
+        raise ShapeError(f"logits have {logits.shape[1]} columns; the limit is 1 to {MOST_TOKENS}", who="logits")
+    return logits
+
+
+def _rows(value, str name, dtype, int64_t count):
+    array = _array(value, name, dtype, 1)
+    if array.shape[0] != count:
+        raise ShapeError(f"{name} has {array.shape[0]} entries; it must have {count}", who=name)
+    return array
+
+
+cdef _check_ids(const int32_t *ids, int64_t count, int64_t vocabulary, str name):
+    cdef int64_t i
+    for i in range(count):
+        if ids[i] < 0 or ids[i] >= vocabulary:
+            raise InvalidRequest(f"{name}[{i}] is {ids[i]}; ids are 0 to {vocabulary - 1}", who=name)
+
+
+cdef _refuse(str name, int64_t row, value, str limits):
+    raise InvalidRequest(f"{name}[{row}] is {value}; the range is {limits}", who=name)
+
+
+cdef _check_sampler(const fl_sampler *s, int64_t rows, int64_t adjusted, int64_t vocabulary):
+    """Ranges of everything the C code relies on; written so that NaN fails each comparison."""
+    cdef int64_t i
+    for i in range(rows):
+        if not 0.0 <= s.u[i] < 1.0:
+            _refuse("u", i, s.u[i], "0 <= u < 1")
+        if not 0.0 <= s.temperature[i] <= 3e38:
+            _refuse("temperature", i, s.temperature[i], "0 or more, finite")
+        if not 0.0 <= s.top_p[i] <= 1.0:
+            _refuse("top_p", i, s.top_p[i], "0 to 1")
+        if not 0.0 <= s.min_p[i] <= 1.0:
+            _refuse("min_p", i, s.min_p[i], "0 to 1")
+        if s.adjust_start[i] > s.adjust_start[i + 1]:
+            _refuse("adjust_start", i, s.adjust_start[i], "ascending")
+    if s.adjust_start[0] != 0 or s.adjust_start[rows] != adjusted:
+        raise ShapeError(f"adjust_start runs from {s.adjust_start[0]} to {s.adjust_start[rows]}, not from 0 to {adjusted}")
+    _check_ids(s.adjust_ids, adjusted, vocabulary, "adjust_ids")
+    for i in range(adjusted):
+        if not s.adjust_bias[i] <= 3e38:
+            _refuse("adjust_bias", i, s.adjust_bias[i], "a number or -inf")
+        if not 0.0 < s.adjust_repeat[i] <= 3e38:
+            _refuse("adjust_repeat", i, s.adjust_repeat[i], "above 0, finite")
+        if not -3e38 <= s.adjust_sub[i] <= 3e38:
+            _refuse("adjust_sub", i, s.adjust_sub[i], "finite")
+
+
+def sample(
+    logits, *, u, temperature, top_k, top_p, min_p, adjust_start=None, adjust_ids=None, adjust_bias=None, adjust_repeat=None,
+    adjust_sub=None, mask=None, bint with_logprobs=False,
+):
+    """One id per row by the rule of `core/sampling.py`; a pure function of the row and its parameters.
+
+    logits: f32 [R, V], never modified; u: f64 [R] in [0, 1); temperature (<= 1e-5: the largest logit), top_p (1: off), min_p
+    (0: off): f32 [R]; top_k: i32 [R] (<= 0 or >= V: off). Adjustments of row r are entries adjust_start[r] to adjust_start[r+1]
+    of adjust_ids (i32 [A]), adjust_bias, adjust_repeat, adjust_sub (f32 [A]); adjust_start: i32 [R+1], None: no adjustments.
+    mask: u32 [R, ceil(V/32)], bit id % 32 of word id // 32, 0 = banned; None: all allowed.
+    Returns i32 [R], -1 where a row holds NaN or +inf or where nothing is left to choose; with_logprobs: also f32 [R], the
+    log-probabilities of the ids in the raw distribution (NaN for -1). Raises ShapeError, InvalidRequest, OutOfMemory.
+    """
+    cdef fl_sampler s
+    cdef int64_t rows, n, adjusted
+    cdef int status
+    cdef const float *source
+    cdef int32_t *target
+    array = _logits(logits)
+    rows, n = array.shape[0], array.shape[1]
+    if adjust_start is None:
+        if not (adjust_ids is None and adjust_bias is None and adjust_repeat is None and adjust_sub is None):
+            raise ShapeError("adjustments need adjust_start", who="adjust_start")
+        adjust_start, adjust_ids = np.zeros(rows + 1, np.int32), np.empty(0, np.int32)
+        adjust_bias = adjust_repeat = adjust_sub = np.empty(0, np.float32)
+    ids_ = _array(adjust_ids, "adjust_ids", np.int32, 1)
+    adjusted = ids_.shape[0]
+    kept = [
+        _rows(u, "u", np.float64, rows), _rows(temperature, "temperature", np.float32, rows),
+        _rows(top_k, "top_k", np.int32, rows), _rows(top_p, "top_p", np.float32, rows), _rows(min_p, "min_p", np.float32, rows),
+        _rows(adjust_start, "adjust_start", np.int32, rows + 1), _rows(adjust_bias, "adjust_bias", np.float32, adjusted),
+        _rows(adjust_repeat, "adjust_repeat", np.float32, adjusted), _rows(adjust_sub, "adjust_sub", np.float32, adjusted),
+    ]  # fmt: skip
+    s.u, s.temperature, s.top_k = <double *>_in(kept[0]), <float *>_in(kept[1]), <int32_t *>_in(kept[2])
+    s.top_p, s.min_p, s.adjust_start = <float *>_in(kept[3]), <float *>_in(kept[4]), <int32_t *>_in(kept[5])
+    s.adjust_ids, s.adjust_bias = <int32_t *>_in(ids_), <float *>_in(kept[6])
+    s.adjust_repeat, s.adjust_sub, s.mask = <float *>_in(kept[7]), <float *>_in(kept[8]), NULL
+    if mask is not None:
+        words = _array(mask, "mask", np.uint32, 2)
+        if words.shape[0] != rows or words.shape[1] != (n + 31) // 32:
+            shape = (words.shape[0], words.shape[1])
+            raise ShapeError(f"mask has shape {shape}; it must be {(rows, (n + 31) // 32)}", who="mask")
+        s.mask = <uint32_t *>_in(words)
+    _check_sampler(&s, rows, adjusted, n)
+    out = np.empty(rows, np.int32)
+    source, target = <const float *>_in(array), <int32_t *>_out(out)
+    with nogil:
+        status = fl_sample(source, rows, n, &s, target)
+    if status != 0:
+        raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
+    if not with_logprobs:
+        return out
+    chosen, _, _ = logprobs(array, np.maximum(out, 0), 0)
+    chosen[out < 0] = np.nan
+    return out, chosen
+
+
+def logprobs(logits, ids, int64_t top_n=0):
+    """Log-probabilities of the raw distribution, before masks, biases and temperature.
+
+    logits: f32 [R, V]; ids: i32 [R], the chosen tokens; top_n: 0 to V. Returns (chosen f32 [R], top_ids i32 [R, top_n] best
+    first with ties to the lower id, top_logprobs f32 [R, top_n]); values below -9999 are -9999, so all are finite. The
+    normaliser is summed in f64. A row with NaN, +inf or only -inf gives NaN and ids of -1. Raises ShapeError, InvalidRequest.
+    """
+    cdef int64_t rows, n
+    cdef int status
+    cdef const float *source
+    cdef float *largest
+    cdef double *sums
+    cdef int32_t *tops
+    array = _logits(logits)
+    rows, n = array.shape[0], array.shape[1]
+    chosen_ids = _rows(ids, "ids", np.int32, rows)
+    _check_ids(<const int32_t *>_in(chosen_ids), rows, n, "ids")
+    if not 0 <= top_n <= n:
+        raise InvalidRequest(f"top_n is {top_n}; the range is 0 to {n}", who="top_n")
+    largest_, sums_ = np.empty(rows, np.float32), np.empty(rows, np.float64)
+    top_ids = np.empty((rows, top_n), np.int32)
+    source, largest = <const float *>_in(array), <float *>_out(largest_)
+    sums, tops = <double *>_out(sums_), <int32_t *>_out(top_ids)
+    with nogil:
+        status = fl_logprobs(source, rows, n, top_n, largest, sums, tops)
+    if status != 0:
+        raise OutOfMemory(f"log-probabilities of {n} logits need {20 * n + n // 32} bytes of scratch memory")
+    normaliser = largest_.astype(np.float64) + np.log(sums_)  # [R]
+    picked = np.take_along_axis(array, chosen_ids.reshape(rows, 1), 1).reshape(rows).astype(np.float64)
+    likeliest = np.take_along_axis(array, np.maximum(top_ids, 0), 1).astype(np.float64)  # [R, top_n]
+    return (
+        np.maximum(picked - normaliser, -9999.0).astype(np.float32),
+        top_ids,
+        np.maximum(likeliest - normaliser.reshape(rows, 1), -9999.0).astype(np.float32),
+    )

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fastllm.core import _kernels as kernels
 from fastllm.core.errors import ShapeError, UnsupportedError
 from fastllm.core.quant import FORMATS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 VECTORS = np.load(Path(__file__).parent / "data" / "codec_vectors.npz")
 BLOCK_FORMATS = [name for name, spec in FORMATS.items() if spec.block > 1]
@@ -221,3 +222,80 @@ def test_conversions_keep_the_shape_and_refuse_other_dtypes() -> None:
     for convert in (kernels.f32_to_f16, kernels.f32_to_bf16, kernels.f16_to_f32, kernels.bf16_to_f32):
         with pytest.raises(ShapeError, match="float64"):
             convert(np.zeros(3))
+
+
+# ---- block hashes ------------------------------------------------------------------------------------------------------
+
+
+def test_block_hashes_chain_and_ignore_the_unfinished_block() -> None:
+    ids = np.arange(70, dtype=np.int32) * 37 % 1000
+    whole = kernels.hash_blocks(5, ids, 16)
+    assert whole.dtype == np.uint64
+    assert whole.shape == (4,)
+    np.testing.assert_array_equal(kernels.hash_blocks(5, ids[:64], 16), whole)
+    np.testing.assert_array_equal(kernels.hash_blocks(int(whole[1]), ids[32:], 16), whole[2:])
+    assert kernels.hash_blocks(5, ids[:15], 16).shape == (0,)
+
+
+def test_block_hashes_depend_on_every_id_on_their_order_on_parent_and_salt() -> None:
+    ids = np.arange(32, dtype=np.int32)
+    base = kernels.hash_blocks(0, ids, 16)
+    for changed in range(32):
+        other = ids.copy()
+        other[changed] ^= 1
+        differs = kernels.hash_blocks(0, other, 16) != base
+        assert differs.tolist() == [changed < 16, True]
+    swapped = ids.copy()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert (kernels.hash_blocks(0, swapped, 16) != base).all()
+    assert (kernels.hash_blocks(1, ids, 16) != base).all()
+    assert (kernels.hash_blocks(0, ids, 16, salt=1) != base).all()
+    with pytest.raises(ShapeError, match="block_size is 0"):
+        kernels.hash_blocks(0, ids, 0)
+
+
+def test_block_hashes_are_spread_over_all_bits() -> None:
+    hashes = kernels.hash_blocks(0, np.zeros(50_000, np.int32), 1)
+    assert len(np.unique(hashes)) == 50_000
+    singles = np.array([kernels.hash_blocks(0, np.array([i], np.int32), 1)[0] for i in range(20_000)])
+    assert len(np.unique(singles)) == 20_000
+    ones = ((singles[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).mean(axis=0)
+    assert (np.abs(ones - 0.5) < 0.02).all()  # six standard deviations
+
+
+# ---- random numbers ----------------------------------------------------------------------------------------------------
+
+KNOWN_ANSWERS = [  # philox4x32, 10 rounds: kat_vectors of Random123, the library of the paper
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> np.ndarray:
+    """Hexadecimal words as uint32."""
+    return np.array([int(word, 16) for word in text.split()], np.uint32)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
+    np.testing.assert_array_equal(kernels.philox4x32(words(counter), words(key)), words(expected))
+
+
+def test_uniform_numbers_are_the_upper_bits_of_philox_at_their_counter() -> None:
+    seed, stream, position = 0x299F31D0A4093822, 0x0370734413198A2E, 0x85A308D3243F6A88
+    found = kernels.uniform(seed, stream, np.array([[position]], np.uint64))
+    assert found.shape == (1, 1)
+    assert found[0, 0] == (0xD16CFE0994FDCCEB >> 11) / 2**53
+
+
+def test_uniform_numbers_lie_in_the_unit_interval_and_do_not_repeat() -> None:
+    found = kernels.uniform(1, 2, np.arange(100_000, dtype=np.uint64))
+    assert found.min() >= 0.0
+    assert found.max() < 1.0
+    assert abs(found.mean() - 0.5) < 0.005
+    assert np.abs(np.histogram(found, 16, (0, 1))[0] - 6250).max() < 6 * 77
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.02
+    assert len(np.unique(found)) == 100_000
+    for other in ((1, 3), (2, 2), (1 << 32, 2), (1, 2 << 32)):
+        assert (kernels.uniform(*other, np.arange(1000, dtype=np.uint64)) != found[:1000]).all()

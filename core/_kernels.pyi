@@ -1,0 +1,56 @@
+"""Types of `_kernels.pyx`, for the type checker; the docstrings are there."""
+
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "bf16_to_f32",
+    "decode",
+    "decode_into",
+    "encode",
+    "f16_to_f32",
+    "f32_to_bf16",
+    "f32_to_f16",
+    "hash_blocks",
+    "logprobs",
+    "philox4x32",
+    "sample",
+    "uniform",
+]
+
+def decode(format: str, data: NDArray[np.uint8], count: int) -> NDArray[np.float32]: ...
+def decode_into(format: str, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
+def encode(format: str, values: NDArray[np.float32]) -> NDArray[np.uint8]: ...
+def f32_to_f16(values: NDArray[np.float32]) -> NDArray[np.float16]: ...
+def f16_to_f32(values: NDArray[np.float16] | NDArray[np.uint16]) -> NDArray[np.float32]: ...
+def f32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]: ...
+def bf16_to_f32(values: NDArray[np.uint16]) -> NDArray[np.float32]: ...
+def hash_blocks(parent: int, token_ids: NDArray[np.int32], block_size: int, salt: int = 0) -> NDArray[np.uint64]: ...
+def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
+def uniform(seed: int, sequence: int, position: NDArray[np.uint64]) -> NDArray[np.float64]: ...
+@overload
+def sample(
+    logits: NDArray[np.float32],
+    *,
+    u: NDArray[np.float64],
+    temperature: NDArray[np.float32],
+    top_k: NDArray[np.int32],
+    top_p: NDArray[np.float32],
+    min_p: NDArray[np.float32],
+    adjust_start: NDArray[np.int32] | None = None,
+    adjust_ids: NDArray[np.int32] | None = None,
+    adjust_bias: NDArray[np.float32] | None = None,
+    adjust_repeat: NDArray[np.float32] | None = None,
+    adjust_sub: NDArray[np.float32] | None = None,
+    mask: NDArray[np.uint32] | None = None,
+    with_logprobs: Literal[False] = False,
+) -> NDArray[np.int32]: ...
+@overload
+def sample(logits: NDArray[np.float32], *, with_logprobs: Literal[True], **arrays: Any) -> tuple[
+    NDArray[np.int32], NDArray[np.float32]
+]: ...
+def logprobs(
+    logits: NDArray[np.float32], ids: NDArray[np.int32], top_n: int = 0
+) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]: ...
