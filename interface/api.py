@@ -39,6 +39,7 @@ from .core.cgroup import available_memory, cpu_quota, memory_limit
 from .core.errors import (
     BackendUnavailable,
     DeviceLost,
+    EngineError,
     FastLLMError,
     OutOfMemory,
     ShapeError,
@@ -69,6 +70,7 @@ __all__ = [
     "CompileEnv",
     "DeviceInfo",
     "DeviceLost",
+    "EngineError",
     "Event",
     "FastLLMError",
     "Graph",
