@@ -247,7 +247,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _heads(keys: Keys, names: tuple[str, str, str, str], *, rotary: str = "") -> tuple[int, int, int, int]:
+def _heads(keys: Keys, names: tuple[str, str, str, str]) -> tuple[int, int, int, int]:
     """hidden_size, num_heads, num_kv_heads, head_dim under the given four names, checked against each other."""
     hidden = keys.integer(names[0])
     heads = keys.integer(names[1], high=MAX_HEADS)
@@ -256,7 +256,10 @@ def _heads(keys: Keys, names: tuple[str, str, str, str], *, rotary: str = "") ->
         raise keys.wrong(names[2], f"a divisor of the {heads} query heads", kv_heads)
     if keys.raw(names[3]) is None and hidden % heads:
         raise keys.wrong(names[1], f"a divisor of the hidden size {hidden}, as '{names[3]}' is absent", heads)
-    return hidden, heads, kv_heads, keys.integer(names[3], hidden // heads, high=65_536)
+    head_dim = keys.integer(names[3], max(1, hidden // heads), high=65_536)
+    if heads * head_dim > MAX_HIDDEN:
+        raise keys.wrong(names[1], f"at most {MAX_HIDDEN} / the head dimension {head_dim}", heads)
+    return hidden, heads, kv_heads, head_dim
 
 
 # Hugging Face ---------------------------------------------------------------------------------------------------------

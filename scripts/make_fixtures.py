@@ -115,7 +115,7 @@ FIXTURES_BY_NAME = {
                                                          original_max_position_embeddings=16)}, gguf="llama"),
     "llama_yarn": Fixture("llama", {**HEADS16, **_rope("yarn", factor=4.0, original_max_position_embeddings=16)}, gguf="llama"),
     "llama_yarn_options": Fixture("llama", {**HEADS16, **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16,
-                                                               beta_fast=4.0, beta_slow=0.5, truncate=False, mscale=1.4,
+                                                               beta_fast=1.2, beta_slow=0.3, truncate=False, mscale=1.4,
                                                                mscale_all_dim=0.6)}),
     "mistral": Fixture("mistral", {**HEADS16, "sliding_window": 8, **_rope("default")}),
     "smollm3": Fixture("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True, **_rope("default", 500.0)}, gguf="smollm3"),

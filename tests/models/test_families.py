@@ -1,0 +1,112 @@
+"""Every family against transformers: the tiny models' logits, from Hugging Face files and from their GGUF twins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastllm.api import RefBackend
+from fastllm.core.executor import Executor
+from fastllm.core.placement import Placement
+from fastllm.core.planner import StepLimits, make_plan
+from fastllm.core.step import StepBatch
+from fastllm.models import FAMILIES, supported
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = sorted(p.name for p in FIXTURES.iterdir())
+CASES = [(name, "huggingface") for name in NAMES] + [(n, "gguf") for n in NAMES if (FIXTURES / n / "model.gguf").exists()]
+SHORT = [(name, source) for name, source in CASES if (FIXTURES / name / "short_logits.npy").exists()]
+TOLERANCE = 1e-4  # in standard deviations of the logits
+PROMPT = 24
+
+
+@pytest.mark.parametrize(("name", "source"), CASES)
+def test_logits_are_those_of_transformers(name, source, tiny, oracle):
+    case = tiny(name, source)
+    weights = oracle.load_weights(case.model, case.files.tensors)
+    assert case.error(oracle.evaluate(case.model.graph, weights, case.ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "source"), SHORT)
+def test_length_dependent_rope_takes_the_short_form_within_the_original_length(name, source, tiny, oracle):
+    case = tiny(name, source, limit=16)
+    weights = oracle.load_weights(case.model, case.files.tensors)
+    assert case.error(oracle.evaluate(case.model.graph, weights, case.ids)) <= TOLERANCE
+    assert tiny(name, source).error(oracle.evaluate(case.model.graph, weights, tiny(name, source).ids)) > 10 * TOLERANCE
+    assert any("16" in note for note in case.model.notes)
+
+
+@pytest.mark.parametrize(("name", "source"), CASES)
+def test_prefill_and_decode_on_ref_give_the_same_logits(name, source, tiny):
+    case = tiny(name, source)
+    limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)
+    backends = {"ref": RefBackend()}
+    plan = make_plan(case.model.graph, case.model.weights, case.files.tensors, backends, Placement.on("ref"), limits)
+    executor = Executor(plan, case.model.weights, case.files.tensors, backends)
+    try:
+        rows = [executor.run(_step(case.ids, 0, PROMPT)).logits.copy()]
+        rows += [executor.run(_step(case.ids, p, p + 1)).logits.copy() for p in range(PROMPT, len(case.ids))]
+    finally:
+        executor.close()
+    assert case.error(np.concatenate(rows)) <= TOLERANCE
+
+
+def _step(ids, start, stop):
+    table = np.array([[2, 0, 3]], np.int32)
+    positions = np.arange(start, stop, dtype=np.int32)
+    slots = (table[0, positions // 16] * 16 + positions % 16).astype(np.int32)
+    starts, lengths = np.array([0, stop - start], np.int32), np.array([stop], np.int32)
+    rows = np.arange(stop - start, dtype=np.int32)
+    return StepBatch(np.asarray(ids[start:stop], np.int32), positions, slots, starts, lengths, table, rows)
+
+
+def test_every_name_that_is_supported_has_a_fixture(tiny):
+    types, architectures = set(), set()
+    for name, source in CASES:
+        (types if source == "huggingface" else architectures).add(tiny(name, source).files.architecture)
+    assert types == {t for f in FAMILIES for t in f.model_types}
+    assert architectures == {a for f in FAMILIES for a in f.architectures}
+    assert [row["family"] for row in supported()] == [f.name for f in FAMILIES]
+
+
+def test_every_rope_scaling_has_a_fixture(tiny):
+    seen = {rope.scaling for n in NAMES for rope in (tiny(n).model.details["config"].rope,)}
+    assert seen == {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
+
+
+def test_a_tied_head_is_one_weight(tiny):
+    model = tiny("llama_linear").model
+    users = [n.op for n in model.graph.nodes if "model.embed_tokens.weight" in n.inputs]
+    assert users == ["embed", "linear"]
+    assert "lm_head.weight" not in model.weights
+
+
+def test_fused_tensors_stay_views_of_the_file(tiny):
+    case = tiny("phi3")
+    q = case.model.weights["model.layers.0.self_attn.q_proj.weight"].resolve(case.files.tensors, "q", (32, 32))
+    assert np.shares_memory(q.data, case.files.tensors["model.layers.0.self_attn.qkv_proj.weight"].data)
+
+
+def test_nodes_carry_layer_and_role(tiny):
+    tags = {(n.tags.get("layer"), n.tags["role"]) for n in tiny("llama").model.graph.nodes}
+    assert tags == {(None, "embed"), (0, "attn"), (0, "mlp"), (1, "attn"), (1, "mlp"), (None, "head")}
+
+
+def test_only_sampled_rows_reach_the_head(tiny):
+    graph = tiny("gemma2").model.graph
+    head = [n for n in graph.nodes if n.tags["role"] == "head"]
+    assert head[0].op == "embed"
+    assert head[0].inputs[0] == "sample_rows"
+    assert graph.values[graph.outputs[0]].shape == ("R", 256)
+
+
+def test_fixtures_are_small_and_say_how_they_were_made():
+    for name in NAMES:
+        about = json.loads((FIXTURES / name / "fixture.json").read_text())
+        assert about["transformers"]
+        assert about["torch"]
+        assert len(about["ids"]) == 40
+        assert sum(p.stat().st_size for p in (FIXTURES / name).iterdir()) < 220_000
