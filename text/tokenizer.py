@@ -234,16 +234,17 @@ class Tokenizer:
         continued: True reads the ids as the continuation of a prompt (every blank is kept); False as a whole text, whose
         leading blank SentencePiece has put there and takes away again. Raises InvalidRequest for ids outside the vocabulary.
         """
-        text = b"".join(self._visible(index, skip_special) for index in ids).decode("utf-8", "replace")
+        text = b"".join(self.decode_bytes(index, skip_special=skip_special) for index in ids).decode("utf-8", "replace")
         if not continued and self._vocabulary.strips_space and text.startswith(" "):
             return text[1:]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes a token stands for; empty for special tokens."""
-        return self._visible(token_id, True)
+        return self.decode_bytes(token_id, skip_special=True)
 
-    def _visible(self, token_id: int, skip_special: bool) -> bytes:
+    def decode_bytes(self, token_id: int, *, skip_special: bool) -> bytes:
+        """As `token_bytes`; without skip_special a special token gives its own text."""
         if skip_special and token_id in self.special_ids:
             return b""
         found = self._bytes.get(token_id)
