@@ -31,7 +31,17 @@ from ..core.errors import DownloadError, FastLLMError
 from .json_text import read_json
 from .reader import shown
 
-__all__ = ["CachedModel", "Hooks", "cached_in", "check_space", "folder_lock", "read_roots", "staged", "writable_root", "write_file"]
+__all__ = [
+    "CachedModel",
+    "Hooks",
+    "cached_in",
+    "check_space",
+    "folder_lock",
+    "read_roots",
+    "staged",
+    "writable_root",
+    "write_file",
+]
 
 SOURCE = "source.json"
 RESERVE_BYTES = 16 << 20  # left free on the disk, for the small files and everybody else
@@ -115,13 +125,16 @@ def writable_root(cache_dir: str | os.PathLike[str] | None, hooks: Hooks) -> Pat
         except OSError as exc:
             reason = f"{root} cannot be made: {exc.strerror}"
     if explicit:
-        raise DownloadError(f"the cache folder cannot be used: {reason}", who=str(explicit), fix="set FASTLLM_HOME to a folder you can write")
+        raise DownloadError(
+            f"the cache folder cannot be used: {reason}", who=str(explicit), fix="set FASTLLM_HOME to a folder you can write"
+        )
     temp = _temp_root()
     with contextlib.suppress(FileExistsError), disk_errors("the cache folder", temp):
         temp.mkdir(mode=0o700)
     if not _ours(temp):
         raise DownloadError(
-            f"no folder for models: {reason}, and {temp} belongs to somebody else", fix="set FASTLLM_HOME to a folder you can write"
+            f"no folder for models: {reason}, and {temp} belongs to somebody else",
+            fix="set FASTLLM_HOME to a folder you can write",
         )
     hooks.notice(f"{reason}: models are kept in {temp}, which may not last; set FASTLLM_HOME to choose a folder")
     (temp / "models").mkdir(exist_ok=True)

@@ -38,7 +38,16 @@ GGML_LAYOUTS: dict[int, tuple[str, int, int]] = {
 }
 """GGML type id -> (name, values per block, bytes per block): every type of the format, also those that cannot be run yet."""
 
-REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+REMOVED = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
 
 # Value types: u8 i8 u16 i16 u32 i32 f32 (0-6), bool 7, string 8, array 9, u64 i64 f64 (10-12), as struct codes.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
@@ -105,7 +114,10 @@ def metadata_value(metadata: dict[str, Any], key: str, kind: type, default: Any 
         return float(value)
     if (type(value) is bool) != (kind is bool) or not isinstance(value, kind):
         raise ModelFileError(
-            f"the value of '{key}' is a {type(value).__name__}, not a {kind.__name__}", who=path, fix="convert the model again", key=key
+            f"the value of '{key}' is a {type(value).__name__}, not a {kind.__name__}",
+            who=path,
+            fix="convert the model again",
+            key=key,
         )
     return value
 
@@ -164,7 +176,9 @@ def _parse(file: MappedFile) -> GGUFFile:
     data_offset = -(-cur.pos // alignment) * alignment
     if data_offset > file.size:
         if declared:
-            raise file.error(f"the tensor data should start at byte {data_offset}, but the file has {file.size} bytes", offset=file.size)
+            raise file.error(
+                f"the tensor data should start at byte {data_offset}, but the file has {file.size} bytes", offset=file.size
+            )
         data_offset = file.size  # a vocabulary without tensors may end without padding
     infos = tuple(_place(file, row, data_offset, alignment) for row in declared)
     end = _check_overlaps(file, infos, data_offset)
@@ -177,13 +191,17 @@ def _version(cur: Cursor) -> int:
     if version in (2, 3):
         return version
     if version and not version & 0xFFFF:
-        raise UnsupportedError(f"{name} is a big-endian GGUF file", who=cur.file.path, fix="use the little-endian file of this model")
+        raise UnsupportedError(
+            f"{name} is a big-endian GGUF file", who=cur.file.path, fix="use the little-endian file of this model"
+        )
     if version == 0:
         raise cur.file.error("the GGUF version is 0; versions 2 and 3 are read", offset=4)
     raise UnsupportedError(
         f"{name} is GGUF version {version}; versions 2 and 3 are read",
         who=cur.file.path,
-        fix="convert the model again with a current converter" if version == 1 else "update fastllm, or convert the model to version 3",
+        fix="convert the model again with a current converter"
+        if version == 1
+        else "update fastllm, or convert the model to version 3",
     )
 
 
@@ -284,14 +302,17 @@ def _place(file: MappedFile, row: _Declared, data_offset: int, alignment: int) -
         raise file.error(f"tensor {shown(name)} of shape {list(shape)} has a dimension of 0", offset=start)
     if shape[-1] % block:
         raise file.error(
-            f"tensor {shown(name)} has rows of {shape[-1]} values, which are no whole blocks of {block} ({layout})", offset=start
+            f"tensor {shown(name)} has rows of {shape[-1]} values, which are no whole blocks of {block} ({layout})",
+            offset=start,
         )
     count = 1
     for dim in shape:
         count *= dim  # Python integers do not overflow; four u64 dimensions stay small
     nbytes = count // block * block_bytes
     if offset % alignment:
-        raise file.error(f"tensor {shown(name)} starts at offset {offset}, no multiple of the alignment {alignment}", offset=start)
+        raise file.error(
+            f"tensor {shown(name)} starts at offset {offset}, no multiple of the alignment {alignment}", offset=start
+        )
     if offset > file.size - data_offset or nbytes > file.size - data_offset - offset:
         raise file.error(
             f"tensor {shown(name)} {list(shape)} {layout} needs {nbytes} bytes at offset {offset}, "
@@ -307,7 +328,9 @@ def _check_overlaps(file: MappedFile, infos: Iterable[TensorInfo], data_offset: 
     end, before = data_offset, ""
     for info in sorted(infos, key=lambda i: i.offset):
         if info.offset < end:
-            raise file.error(f"tensor {shown(info.name)} at byte {info.offset} overlaps tensor {shown(before)}, which ends at {end}")
+            raise file.error(
+                f"tensor {shown(info.name)} at byte {info.offset} overlaps tensor {shown(before)}, which ends at {end}"
+            )
         end, before = info.offset + info.nbytes, info.name
     return end
 
@@ -365,7 +388,9 @@ def _check_first(first: GGUFFile, count: int) -> None:
     if number != 0 or int(named["no"]) != 1:
         start = f"{named['stem']}-00001-of-{count:05d}.gguf"
         raise first.files[0].error(
-            f"this is file {int(named['no'])} of a set of {count} (split.no {number})", fix=f"name the first file: {start}", key="split.no"
+            f"this is file {int(named['no'])} of a set of {count} (split.no {number})",
+            fix=f"name the first file: {start}",
+            key="split.no",
         )
 
 
@@ -377,7 +402,9 @@ def _siblings(first: GGUFFile, count: int) -> list[str]:
     missing = [n for n in names if not os.path.lexists(os.path.join(folder, n))]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise first.files[0].error(f"{len(missing)} of {count} files of the set are missing: {listed}", fix="download the missing files")
+        raise first.files[0].error(
+            f"{len(missing)} of {count} files of the set are missing: {listed}", fix="download the missing files"
+        )
     return [os.path.join(folder, n) for n in names]
 
 
@@ -398,6 +425,10 @@ def _check_set(parts: list[GGUFFile], count: int) -> None:
             seen[info.name] = part.path
     declared = metadata_value(parts[0].metadata, "split.tensors.count", int, len(seen), path=parts[0].path)
     if declared != len(seen):
-        raise parts[0].files[0].error(
-            f"split.tensors.count is {declared}, but the {count} files hold {len(seen)} tensors", key="split.tensors.count"
+        raise (
+            parts[0]
+            .files[0]
+            .error(
+                f"split.tensors.count is {declared}, but the {count} files hold {len(seen)} tensors", key="split.tensors.count"
+            )
         )

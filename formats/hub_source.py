@@ -44,7 +44,9 @@ class Repo:
     @property
     def label(self) -> str:
         """As the user would type it."""
-        return f"hf:{self.id}" + (f"@{self.revision}" if self.revision != "main" else "") + (f":{self.file}" if self.file else "")
+        return (
+            f"hf:{self.id}" + (f"@{self.revision}" if self.revision != "main" else "") + (f":{self.file}" if self.file else "")
+        )
 
     def folder(self, cache_dir: str | os.PathLike[str] | None) -> Path:
         """The repository's folder in the hub cache."""
@@ -55,7 +57,10 @@ def parse_repo(text: str, revision: str | None = None) -> Repo:
     """`ORG/NAME[@REV][:FILE]`; `revision` is the same as @REV. Raises UsageError."""
     match = re.fullmatch(r"(?P<id>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<rev>[\w./-]{1,128}))?(:(?P<file>[\w ./+-]{1,255}))?", text)
     if not match or ".." in text or "//" in text or (match["file"] or "").startswith("/"):
-        raise UsageError(f"{shown('hf:' + text)} is no repository of the hub", fix="write hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME:FILE")
+        raise UsageError(
+            f"{shown('hf:' + text)} is no repository of the hub",
+            fix="write hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME:FILE",
+        )
     if (revision is not None and not re.fullmatch(r"[\w./-]{1,128}", revision)) or ".." in (revision or ""):
         raise UsageError(f"{shown(revision)} is no revision", fix="give a branch, a tag or a commit")
     if match["rev"] and revision and match["rev"] != revision:
@@ -64,7 +69,12 @@ def parse_repo(text: str, revision: str | None = None) -> Repo:
 
 
 def resolve_repo(
-    repo: Repo, *, offline: bool, cache_dir: str | os.PathLike[str] | None = None, refresh: bool = False, hooks: Hooks | None = None
+    repo: Repo,
+    *,
+    offline: bool,
+    cache_dir: str | os.PathLike[str] | None = None,
+    refresh: bool = False,
+    hooks: Hooks | None = None,
 ) -> Path:
     """The folder (or GGUF file) of the repository in the hub cache; fetched if it is not there.
 
@@ -113,7 +123,12 @@ def needed_files(repo: Repo, names: Iterable[str]) -> list[str]:
         return _whole_set(models[0], names) + extra
     if models:
         listed = ", ".join(models[:12]) + (f" and {len(models) - 12} more" if len(models) > 12 else "")
-        raise UsageError(f"{repo.id} has {len(models)} GGUF files; say which", who=repo.label, why=f"it has {listed}", fix=f"hf:{repo.id}:{models[0]}")
+        raise UsageError(
+            f"{repo.id} has {len(models)} GGUF files; say which",
+            who=repo.label,
+            why=f"it has {listed}",
+            fix=f"hf:{repo.id}:{models[0]}",
+        )
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         raise UnsupportedError(
             f"{repo.id} has only pickled weights, which are never opened",
@@ -121,7 +136,9 @@ def needed_files(repo: Repo, names: Iterable[str]) -> list[str]:
             why="a pickle can run any code when it is loaded",
             fix="look for a safetensors or GGUF version of the model",
         )
-    raise ModelNotFound(f"{repo.id} holds no model: neither safetensors with config.json nor GGUF", who=repo.label, fix="check the name")
+    raise ModelNotFound(
+        f"{repo.id} holds no model: neither safetensors with config.json nor GGUF", who=repo.label, fix="check the name"
+    )
 
 
 def cached_repos(cache_dir: str | os.PathLike[str] | None = None) -> list[CachedModel]:
@@ -142,7 +159,9 @@ def cached_repos(cache_dir: str | os.PathLike[str] | None = None) -> list[Cached
                 split = SPLIT.fullmatch(name)
                 if path.exists() and (not split or split["no"] == "00001") and not _absent(snapshot, name):
                     size = sum((snapshot / n).stat().st_size for n in _set_names(name))
-                    out.append(CachedModel(Repo(repo_id, revision, name).label, path, size, f"hf:{repo_id}", "see the model's page"))
+                    out.append(
+                        CachedModel(Repo(repo_id, revision, name).label, path, size, f"hf:{repo_id}", "see the model's page")
+                    )
     return out
 
 
@@ -197,7 +216,9 @@ def _folder_complete(snapshot: Path) -> bool:
         weight_map = read_json(snapshot / INDEX, 100_000_000).get("weight_map")
     except FastLLMError:
         return False
-    return isinstance(weight_map, dict) and all(isinstance(n, str) and ".." not in n and has(n) for n in set(weight_map.values()))
+    return isinstance(weight_map, dict) and all(
+        isinstance(n, str) and ".." not in n and has(n) for n in set(weight_map.values())
+    )
 
 
 def _set_names(name: str) -> list[str]:
@@ -215,7 +236,11 @@ def _whole_set(name: str, names: list[str]) -> list[str]:
     wanted = _set_names(name)
     missing = [n for n in wanted if n not in names]
     if missing:
-        raise DownloadError(f"the repository lacks {len(missing)} of {len(wanted)} files of the set: {', '.join(missing[:8])}", who=name)
+        raise DownloadError(
+            f"the repository lacks {len(missing)} of {len(wanted)} files of the set: {', '.join(missing[:8])}",
+            who=name,
+            fix="tell the repository's owner, or choose another file",
+        )
     return wanted
 
 
@@ -242,12 +267,19 @@ def _fetch(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hooks) -
     check_space(cache, sum(sizes[n] for n in missing), repo.label)
     done, total = 0, sum(sizes[n] for n in missing)
     for name in missing:
-        with _hub_errors(repo), disk_errors(name, cache, sizes[name]), _watched(folder / "blobs", done, total, name, hooks), _quiet():
+        with (
+            _hub_errors(repo),
+            disk_errors(name, cache, sizes[name]),
+            _watched(folder / "blobs", done, total, name, hooks),
+            _quiet(),
+        ):
             path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, cache_dir=str(cache)))
         if sizes[name] and path.stat().st_size != sizes[name]:
             got = path.stat().st_size
             os.unlink(path.resolve())
-            raise DownloadError(f"{name} has {got} bytes, the hub says {sizes[name]}", who=repo.label, fix="try again: what came was removed")
+            raise DownloadError(
+                f"{name} has {got} bytes, the hub says {sizes[name]}", who=repo.label, fix="try again: what came was removed"
+            )
         done += sizes[name]
         hooks.progress(done, total, name)
     for name in names:
@@ -319,10 +351,14 @@ def _hub_errors(repo: Repo) -> Iterator[None]:
             fix=f"accept them on the model's page, then run `hf auth login`, or set HF_TOKEN; page: {_endpoint()}/{repo.id}",
         ) from None
     except errors.RevisionNotFoundError:
-        raise ModelNotFound(f"{repo.id} has no revision {shown(repo.revision)}", who=repo.label, fix="check the branch, tag or commit") from None
+        raise ModelNotFound(
+            f"{repo.id} has no revision {shown(repo.revision)}", who=repo.label, fix="check the branch, tag or commit"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise ModelNotFound(
-            f"the hub has no model {shown(repo.id)}, or it is private", who=repo.label, fix="check the name; for a private one run `hf auth login`"
+            f"the hub has no model {shown(repo.id)}, or it is private",
+            who=repo.label,
+            fix="check the name; for a private one run `hf auth login`",
         ) from None
     except Exception as exc:  # the library raises errors of several HTTP packages, which change with its version
         reason: Any = exc

@@ -115,7 +115,9 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
                 fix=f"name its folder: {given.parent}",
             )
         if suffix == ".flm":
-            raise UnsupportedError(f"{given.name}: FLM files are not read by this version", who=str(given), fix="use a GGUF file or a folder")
+            raise UnsupportedError(
+                f"{given.name}: FLM files are not read by this version", who=str(given), fix="use a GGUF file or a folder"
+            )
         if suffix == ".json":
             raise file.error("a configuration alone holds no weights", fix=f"name its folder: {given.parent}")
         raise file.wrong_magic("a model: a .gguf file or a folder with config.json and .safetensors files")
@@ -133,7 +135,10 @@ def _open_gguf(path: Path) -> ModelFiles:
         architecture = metadata_value(gguf.metadata, "general.architecture", str, path=where)
         if not architecture:
             raise ModelFileError(
-                f"{path.name}: 'general.architecture' is missing", who=where, fix="convert the model again", key="general.architecture"
+                f"{path.name}: 'general.architecture' is missing",
+                who=where,
+                fix="convert the model again",
+                key="general.architecture",
             )
         template = metadata_value(gguf.metadata, "tokenizer.chat_template", str, path=where)
         tokenizer = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
@@ -170,7 +175,10 @@ def _open_folder(folder: Path) -> ModelFiles:
     architecture = config.get("model_type")
     if not isinstance(architecture, str) or not architecture:
         raise ModelFileError(
-            f"config.json: 'model_type' is {shown(architecture)}, not a name", who=str(config_path), fix="add it", key="model_type"
+            f"config.json: 'model_type' is {shown(architecture)}, not a name",
+            who=str(config_path),
+            fix="add it",
+            key="model_type",
         )
     notes = []
     if "auto_map" in config:
@@ -203,7 +211,9 @@ def _open_weights(folder: Path) -> SafetensorsFile:
     if pickles:
         raise _pickle_error(folder, pickles)
     raise ModelFileError(
-        f"the folder has no weights: neither model.safetensors nor {INDEX}", who=str(folder), fix="download the model's .safetensors files"
+        f"the folder has no weights: neither model.safetensors nor {INDEX}",
+        who=str(folder),
+        fix="download the model's .safetensors files",
     )
 
 
@@ -223,27 +233,41 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as exc:
-            raise ModelFileError(f"chat_template.jinja at byte {exc.start}: not valid UTF-8", who=str(path), offset=exc.start) from None
+            raise ModelFileError(
+                f"chat_template.jinja at byte {exc.start}: not valid UTF-8",
+                who=str(path),
+                fix="save it as UTF-8",
+                offset=exc.start,
+            ) from None
+    fix = "put the template into a file chat_template.jinja in the folder"
     where, template = str(folder / "tokenizer_config.json"), config.get("chat_template")
     if isinstance(template, list):  # several named templates: the one called default
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict) and isinstance(t.get("name"), str)}
         if "default" not in named:
             raise ModelFileError(
-                "tokenizer_config.json: 'chat_template' is a list without the name 'default'", who=where, key="chat_template"
+                "tokenizer_config.json: 'chat_template' is a list without the name 'default'",
+                who=where,
+                fix=fix,
+                key="chat_template",
             )
         template = named["default"]
     if template is None:
         return None
     if not isinstance(template, str):
         raise ModelFileError(
-            f"tokenizer_config.json: 'chat_template' is a {type(template).__name__}, not a string", who=where, key="chat_template"
+            f"tokenizer_config.json: 'chat_template' is a {type(template).__name__}, not a string",
+            who=where,
+            fix=fix,
+            key="chat_template",
         )
     return _template(template, "chat_template", where)
 
 
 def _template(text: str, key: str, path: str) -> str:
     if len(text) > MAX_TEMPLATE_BYTES:
-        raise ModelFileError(f"'{key}' has {len(text)} characters; the limit is {MAX_TEMPLATE_BYTES}", who=path, key=key)
+        raise ModelFileError(
+            f"'{key}' has {len(text)} characters; the limit is {MAX_TEMPLATE_BYTES}", who=path, fix="shorten it", key=key
+        )
     return text
 
 
@@ -281,8 +305,12 @@ def _no_config(folder: Path) -> ModelFileError:
     if ggufs:
         listed = ", ".join(ggufs[:6]) + (" …" if len(ggufs) > 6 else "")
         return ModelFileError(
-            f"the folder has no config.json, but GGUF files: {listed}", who=str(folder), fix=f"name one of them: {folder / ggufs[0]}"
+            f"the folder has no config.json, but GGUF files: {listed}",
+            who=str(folder),
+            fix=f"name one of them: {folder / ggufs[0]}",
         )
     return ModelFileError(
-        "the folder has no config.json", who=str(folder), fix="name a folder with config.json and .safetensors files, or a .gguf file"
+        "the folder has no config.json",
+        who=str(folder),
+        fix="name a folder with config.json and .safetensors files, or a .gguf file",
     )

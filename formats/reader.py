@@ -53,7 +53,10 @@ def describe_content(head: bytes) -> tuple[str, str] | None:
     if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<!--")):
         return "a web page (HTML or XML)", "download the file itself: the page was a login or an error"
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-        return "a zip archive (a wheel, or weights saved by torch as pickle)", "unpack it, or convert pickled weights to safetensors"
+        return (
+            "a zip archive (a wheel, or weights saved by torch as pickle)",
+            "unpack it, or convert pickled weights to safetensors",
+        )
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "a Python pickle, which can run code when opened", "convert it to safetensors"
     if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")):
@@ -109,7 +112,9 @@ class MappedFile:
         """The first bytes, for `describe_content`."""
         return bytes(self._map[:count])
 
-    def error(self, message: str, *, offset: int | None = None, why: str = "", fix: str = AGAIN, **fields: Any) -> ModelFileError:
+    def error(
+        self, message: str, *, offset: int | None = None, why: str = "", fix: str = AGAIN, **fields: Any
+    ) -> ModelFileError:
         """A ModelFileError about this file; `offset` is the byte where the bad value is."""
         where = "" if offset is None else f" at byte {offset}"
         if offset is not None:
@@ -168,7 +173,9 @@ class MappedFile:
         if code == errno.ENOENT:
             if os.path.islink(self.path):
                 target = os.readlink(self.path)
-                return self.error(f"this is a symlink to {shown(target)}, which does not exist", fix="restore the file it points to")
+                return self.error(
+                    f"this is a symlink to {shown(target)}, which does not exist", fix="restore the file it points to"
+                )
             return self.error("there is no such file", fix="check the path")
         if code == errno.ELOOP:
             return self.error("this is a loop of symlinks", fix="name the file itself")
@@ -198,7 +205,9 @@ class Cursor:
         """Checks that `nbytes` are left, returns the position and moves past them."""
         pos = self.pos
         if nbytes > self.end - pos:
-            raise self.file.error(f"{what} needs {nbytes} bytes, but only {self.end - pos} are left", offset=pos, limit=self.end)
+            raise self.file.error(
+                f"{what} needs {nbytes} bytes, but only {self.end - pos} are left", offset=pos, limit=self.end
+            )
         self.pos = pos + nbytes
         return pos
 
@@ -241,7 +250,9 @@ class Cursor:
         count = self.u64(what)
         if count > self.left // item_bytes:
             raise self.file.error(
-                f"{what} is {count}, but the {self.left} bytes left hold at most {self.left // item_bytes}", offset=pos, limit=self.end
+                f"{what} is {count}, but the {self.left} bytes left hold at most {self.left // item_bytes}",
+                offset=pos,
+                limit=self.end,
             )
         if limit is not None and count > limit:
             raise self.file.error(f"{what} is {count}; the limit is {limit}", offset=pos, limit=limit)
@@ -283,7 +294,9 @@ class Cursor:
         """`count` numbers as a read-only view of the file ([count], perhaps unaligned)."""
         if count > self.left // dtype.itemsize:
             raise self.file.error(
-                f"{what} has {count} values of {dtype.itemsize} bytes, but only {self.left} bytes are left", offset=self.pos, limit=self.end
+                f"{what} has {count} values of {dtype.itemsize} bytes, but only {self.left} bytes are left",
+                offset=self.pos,
+                limit=self.end,
             )
         pos = self.need(count * dtype.itemsize, what)
         return self.file.data[pos : pos + count * dtype.itemsize].view(dtype)

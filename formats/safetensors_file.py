@@ -73,7 +73,9 @@ def read_safetensors(path: str | os.PathLike[str], *, header_only: bool = False)
         raise
 
 
-def read_sharded(folder: Path, index_name: str = "model.safetensors.index.json", *, header_only: bool = False) -> SafetensorsFile:
+def read_sharded(
+    folder: Path, index_name: str = "model.safetensors.index.json", *, header_only: bool = False
+) -> SafetensorsFile:
     """Opens every shard that the index names; the index and the shards must list the same tensors, each once.
 
     Raises ModelFileError naming all missing shards at once, shards nobody refers to, and names that leave the folder.
@@ -82,7 +84,12 @@ def read_sharded(folder: Path, index_name: str = "model.safetensors.index.json",
     index = read_json(path, MAX_HEADER_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ModelFileError(f"{index_name}: 'weight_map' must be an object of tensor name to file name", who=str(path), key="weight_map")
+        raise ModelFileError(
+            f"{index_name}: 'weight_map' must be an object of tensor name to file name",
+            who=str(path),
+            fix="download the index again",
+            key="weight_map",
+        )
     shards = sorted(set(weight_map.values()))
     paths = {name: file_in_folder(folder, name, key="weight_map", missing_ok=True) for name in shards}
     missing = [name for name in shards if not os.path.lexists(folder / name)]
@@ -127,7 +134,10 @@ def file_in_folder(folder: Path, name: str, *, key: str = "", missing_ok: bool =
     pieces = name.replace("\\", "/").split("/")
     if not name or "\0" in name or pieces[0] == "" or ".." in pieces or ":" in pieces[0]:
         raise ModelFileError(
-            f"the file name {shown(name)} leaves the model's folder", who=str(folder), fix="use plain file names", key=key or name
+            f"the file name {shown(name)} leaves the model's folder",
+            who=str(folder),
+            fix="use plain file names",
+            key=key or name,
         )
     path = folder / name
     try:
@@ -135,11 +145,16 @@ def file_in_folder(folder: Path, name: str, *, key: str = "", missing_ok: bool =
     except FileNotFoundError:
         raise ModelFileError(f"{name}: there is no such file", who=str(path), fix="download it into that folder") from None
     except (OSError, RuntimeError) as exc:
-        raise ModelFileError(f"{name}: this is a loop of symlinks or cannot be read ({exc})", who=str(path), fix="check it") from None
+        raise ModelFileError(
+            f"{name}: this is a loop of symlinks or cannot be read ({exc})", who=str(path), fix="check it"
+        ) from None
     roots = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     if not any(target.is_relative_to(r) for r in roots):
         raise ModelFileError(
-            f"{name} is a symlink out of the model's folder", who=str(path), why=f"it points to {target}", fix="put the file itself there"
+            f"{name} is a symlink out of the model's folder",
+            who=str(path),
+            why=f"it points to {target}",
+            fix="put the file itself there",
         )
     return path
 
@@ -181,7 +196,9 @@ def _row(file: MappedFile, name: str, entry: Any) -> _Row:
     if not isinstance(dtype, str):
         raise file.error(f"{where} has a dtype that is no string", offset=8, key=name)
     if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise file.error(f"{where} has the shape {shown(shape)}; up to {MAX_RANK} numbers from 0 are allowed", offset=8, key=name)
+        raise file.error(
+            f"{where} has the shape {shown(shape)}; up to {MAX_RANK} numbers from 0 are allowed", offset=8, key=name
+        )
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise file.error(f"{where} has the data_offsets {shown(offsets)}; [begin, end] is expected", offset=8, key=name)
     begin, end = offsets
@@ -191,7 +208,10 @@ def _row(file: MappedFile, name: str, entry: Any) -> _Row:
                 f"{where} has the dtype 'fastllm' of another program's export", who=file.path, fix="use the original checkpoint"
             )
         raise UnsupportedError(
-            f"{where} has the unknown dtype {shown(dtype)}", who=file.path, why="known are " + ", ".join(BITS), fix="update fastllm"
+            f"{where} has the unknown dtype {shown(dtype)}",
+            who=file.path,
+            why="known are " + ", ".join(BITS),
+            fix="update fastllm",
         )
     bits = BITS[dtype]
     for dim in shape:
@@ -213,7 +233,9 @@ def _cover(file: MappedFile, rows: list[_Row], start: int) -> tuple[TensorInfo, 
     for name, dtype, shape, begin, end in rows:
         if begin != at:
             kind = "overlaps" if begin < at else "leaves a gap after"
-            raise file.error(f"tensor {shown(name)} at data offset {begin} {kind} {before}, which ends at {at}", offset=8, key=name)
+            raise file.error(
+                f"tensor {shown(name)} at data offset {begin} {kind} {before}, which ends at {at}", offset=8, key=name
+            )
         if end > size:
             raise file.error(
                 f"tensor {shown(name)} ends at data offset {end}, but the file has {size} bytes of data",
@@ -241,7 +263,11 @@ def _sources(file: MappedFile, infos: tuple[TensorInfo, ...]) -> dict[str, Tenso
         )
     return {
         info.name: TensorSource(
-            info.name, info.shape, FORMAT_OF[info.dtype], file.extent(f"tensor {shown(info.name)}", info.offset, info.nbytes), file.path
+            info.name,
+            info.shape,
+            FORMAT_OF[info.dtype],
+            file.extent(f"tensor {shown(info.name)}", info.offset, info.nbytes),
+            file.path,
         )
         for info in infos
     }
@@ -252,7 +278,12 @@ def _check_against_index(parts: list[SafetensorsFile], shards: list[str], weight
     for part, shard in zip(parts, shards, strict=True):
         for info in part.infos:
             if info.name in held:
-                raise ModelFileError(f"tensor {shown(info.name)} is in {held[info.name]} and in {shard}", who=str(index), key=info.name)
+                raise ModelFileError(
+                    f"tensor {shown(info.name)} is in {held[info.name]} and in {shard}",
+                    who=str(index),
+                    fix="download the shards again",
+                    key=info.name,
+                )
             held[info.name] = shard
     for kind, names in (
         ("the shards lack {} tensors that the index names", [n for n in weight_map if held.get(n) != weight_map[n]]),

@@ -95,7 +95,9 @@ def resolve(
     silent = Hooks()
     hooks = Hooks(progress or silent.progress, notice or silent.notice, licence or silent.licence)
     if not model or "\0" in model:
-        raise UsageError("the model's name is empty or holds a NUL character", fix=f"name a file, a folder or one of {', '.join(ALIASES)}")
+        raise UsageError(
+            "the model's name is empty or holds a NUL character", fix=f"name a file, a folder or one of {', '.join(ALIASES)}"
+        )
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
     if os.path.lexists(path):
         _no_revision(revision, model)
@@ -164,7 +166,8 @@ def _flag(name: str) -> bool:
 def _no_revision(revision: str | None, model: str) -> None:
     if revision is not None:
         raise UsageError(
-            f"{shown(model)} has no revisions: only hub repositories do", fix="leave --revision out; packages are pinned as pypi:NAME==VERSION"
+            f"{shown(model)} has no revisions: only hub repositories do",
+            fix="leave --revision out; packages are pinned as pypi:NAME==VERSION",
         )
 
 
@@ -173,7 +176,11 @@ def _not_found(model: str, path: Path, cache_dir: str | os.PathLike[str] | None)
         try:
             names = os.listdir(path.parent)
         except OSError:
-            return ModelNotFound(f"no file or folder {shown(model, 200)}", why=f"there is no folder {shown(path.parent, 200)}", fix="check the path")
+            return ModelNotFound(
+                f"no file or folder {shown(model, 200)}",
+                why=f"there is no folder {shown(path.parent, 200)}",
+                fix="check the path",
+            )
         close = difflib.get_close_matches(path.name, names, 4, 0.6)
         why = f"{shown(path.parent, 200)} has {', '.join(shown(c) for c in close)}" if close else ""
         return ModelNotFound(f"no file or folder {shown(model, 200)}", why=why, fix="check the path")

@@ -121,7 +121,12 @@ class Wheel:
         for entry in entries:
             name = entry.filename
             pieces = name.rstrip("/").split("/")
-            if "\\" in entry.orig_filename or "\0" in entry.orig_filename or ":" in name or any(p in ("", ".", "..") for p in pieces):
+            if (
+                "\\" in entry.orig_filename
+                or "\0" in entry.orig_filename
+                or ":" in name
+                or any(p in ("", ".", "..") for p in pieces)
+            ):
                 raise self.error(f"the member {shown(entry.orig_filename)} leaves the archive's folder")
             if stat.S_ISLNK(entry.external_attr >> 16):
                 raise self.error(f"the member {shown(name)} is a symlink")
