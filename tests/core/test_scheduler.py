@@ -1,0 +1,314 @@
+"""The scheduler against a model that sees through its block tables: chunks, decodes, preemption, forks, cancels, by example and at random."""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from fastllm.core.errors import UsageError
+from fastllm.core.kv_cache import BlockManager
+from fastllm.core.scheduler import ScheduledStep, Scheduler, Sequence
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from .fake_runner import FakeRunner, next_logits
+
+
+class Bench:
+    """A scheduler, its cache and a runner; drives steps greedily and checks what must hold after each."""
+
+    def __init__(self, policy: str = "fcfs", prefix_cache: bool = True, **limits: int):
+        self.runner = FakeRunner(**limits)
+        r = self.runner
+        self.blocks = BlockManager(r.num_blocks, r.block_size, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks, max_tokens=r.max_tokens, max_sequences=r.max_sequences, max_rows=r.max_rows, max_blocks=r.max_blocks, policy=policy
+        )
+        self.live: dict[Sequence, int] = {}  # sequence -> tokens it may generate
+        self.ended: list[Sequence] = []
+        self.prompt_rows: dict[Sequence, list[int]] = {}
+        self.count = 0
+
+    def submit(self, prompt: list[int], max_new: int = 4, n: int = 1, priority: int = 0, **options) -> list[Sequence]:
+        self.count += 1
+        group = [
+            Sequence(None, np.array(prompt, np.int32), rank=(priority, self.count, i), max_new=max_new, **(options if i == 0 else {}))
+            for i in range(n)
+        ]
+        group[0].siblings = group[1:]
+        self.live.update(dict.fromkeys(group, max_new))
+        self.scheduler.add(group[0])
+        return group
+
+    def cancel(self, sequence: Sequence) -> None:
+        for other in self.live:
+            if sequence in other.siblings:
+                other.siblings.remove(sequence)
+        self.scheduler.remove(sequence)
+        del self.live[sequence]
+
+    def step(self) -> ScheduledStep | None:
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        for source, target in step.copies:
+            self.runner.copy_block(source, target)
+        for part in step.slices:
+            table = part.sequence.blocks.ids
+            for p in range(part.start, part.start + part.num_tokens):
+                block = table[p // self.runner.block_size]
+                assert self.blocks._refs[block] == 1, "a block is written by one of several owners"
+                assert self.blocks._nodes[block] == 0, "a block that others may find is written"
+        result = self.runner.run(step.batch)
+        self.scheduler.advance(step)
+        for part in step.slices:
+            rows = range(part.first_row, part.first_row + part.num_rows)
+            if part.sequence.prompt_rows:
+                first = part.start + part.num_tokens - part.num_rows
+                for p, row in enumerate(rows[: part.num_rows - part.samples], first):
+                    want = next_logits(part.sequence.tokens[: p + 1])
+                    assert np.array_equal(result.logits[row], want), f"row of prompt position {p}"
+                    self.prompt_rows.setdefault(part.sequence, []).append(p)
+            if part.samples:
+                part.sequence.append(int(result.logits[rows[-1]].argmax()))
+                if part.sequence.num_tokens - part.sequence.num_prompt == self.live[part.sequence]:
+                    self.scheduler.remove(part.sequence)
+                    del self.live[part.sequence]
+                    self.ended.append(part.sequence)
+        return step
+
+    def finish(self, most_steps: int = 2000) -> None:
+        for _ in range(most_steps):
+            if self.step() is None:
+                break
+        assert not self.live, "an admitted sequence did not end"
+        assert self.blocks.num_used == 0
+        for sequence in self.ended:
+            self.check(sequence)
+            if sequence.prompt_rows:
+                assert self.prompt_rows.get(sequence, []) == list(range(sequence.num_prompt - 1)), "each prompt row exactly once"
+
+    def check(self, sequence: Sequence) -> None:
+        """Every generated token is the one that the text before it asks for."""
+        for p in range(sequence.num_prompt, sequence.num_tokens):
+            assert sequence.tokens[p] == next_logits(sequence.tokens[:p]).argmax(), f"token {p} differs from a run alone"
+
+
+def test_a_prompt_is_cut_to_the_budget_and_sampled_once():
+    bench = Bench(max_tokens=4)
+    (sequence,) = bench.submit(list(range(10)), max_new=2)
+    sizes, samples = [], []
+    while (step := bench.step()) is not None:
+        sizes.append(step.slices[0].num_tokens)
+        samples.append(len(step.batch.sample_rows))
+    assert sizes == [4, 4, 2, 1]
+    assert samples == [0, 0, 1, 1]
+    bench.finish()
+    assert sequence.num_tokens == 12
+
+
+def test_decodes_go_on_in_every_step_of_a_long_prefill():
+    bench = Bench(max_tokens=4, num_blocks=32)
+    (stream,) = bench.submit([1], max_new=12)
+    bench.step()
+    bench.submit(list(range(30)), max_new=1)
+    for generated in range(2, 12):
+        bench.step()
+        assert stream.num_tokens - stream.num_prompt == generated
+    bench.finish()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    bench = Bench(max_tokens=8, num_blocks=64)
+    bench.submit(list(range(38)), max_new=1)
+    bench.step()
+    (short,) = bench.submit([1, 2, 3], max_new=2)
+    bench.step()
+    assert short.num_tokens == 4, "the first token comes with the next step"
+    bench.finish()
+
+
+def test_the_oldest_prompt_gets_at_least_half_of_the_budget():
+    bench = Bench(max_tokens=8, num_blocks=64)
+    (old,) = bench.submit(list(range(30)), max_new=1)
+    for _ in range(3):
+        bench.submit([1, 2, 3, 4], max_new=1)
+    bench.step()
+    assert old.num_computed == 4
+    bench.finish()
+
+
+def test_shortest_remaining_first():
+    bench = Bench(policy="shortest-remaining", max_sequences=1, num_blocks=64)
+    long, short = bench.submit(list(range(20)), max_new=4)[0], bench.submit([1], max_new=1)[0]
+    bench.finish()
+    assert bench.ended == [short, long]
+
+
+def test_first_come_first_served_and_a_smaller_priority_before():
+    bench = Bench(max_sequences=1)
+    first, second = bench.submit([1])[0], bench.submit([2])[0]
+    urgent = bench.submit([3], priority=-1)[0]
+    bench.finish()
+    assert bench.ended == [urgent, first, second]
+
+
+def test_pressure_preempts_the_youngest_and_changes_no_token():
+    bench = Bench(num_blocks=6, max_blocks=6)
+    old, young = bench.submit([1, 2, 3], max_new=16)[0], bench.submit([4, 5, 6], max_new=16)[0]
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    assert bench.ended == [old, young]
+
+
+def test_a_sequence_that_fills_the_whole_cache_runs():
+    bench = Bench(num_blocks=4, max_blocks=4)
+    bench.submit(list(range(13)), max_new=3)
+    bench.submit(list(range(13)), max_new=3)
+    bench.finish()
+
+
+def test_a_repeated_prompt_is_found_but_its_last_token_is_computed():
+    bench = Bench(num_blocks=32)
+    prompt = list(range(8))
+    bench.submit(prompt)
+    bench.finish()
+    (again,) = bench.submit(prompt)
+    step = bench.step()
+    assert again.num_cached == 4
+    assert step.slices[0].num_tokens == 4
+    bench.finish()
+
+
+def test_choices_share_the_blocks_of_their_prompt():
+    bench = Bench(num_blocks=32, max_tokens=32)
+    bench.submit(list(range(10)), max_new=3, n=3)
+    bench.step()
+    assert bench.blocks.num_used == 3, "three blocks for three sequences of ten tokens"
+    bench.step()
+    assert bench.blocks.num_used == 5, "the two full ones are shared still"
+    assert bench.runner.copies == 2
+    bench.finish()
+
+
+def test_choices_that_find_no_place_wait_and_are_right():
+    bench = Bench(max_sequences=2)
+    bench.submit(list(range(9)), n=4)
+    bench.finish()
+    assert len(bench.ended) == 4
+
+
+def test_when_the_first_choice_goes_the_next_computes_the_prompt():
+    bench = Bench(max_tokens=4)
+    first, *_ = bench.submit(list(range(10)), n=3, prompt_rows=True)
+    bench.step()
+    bench.prompt_rows[bench.scheduler.running[0].siblings[0]] = bench.prompt_rows[first]
+    bench.cancel(first)
+    bench.finish()
+    assert len(bench.ended) == 2
+
+
+def test_prompt_rows_respect_the_row_limit_and_read_no_cache():
+    bench = Bench(max_rows=3, max_tokens=16, max_sequences=2, num_blocks=32)
+    prompt = list(range(12))
+    bench.submit(prompt, max_new=1)
+    bench.finish()
+    (sequence,) = bench.submit(prompt, max_new=2, prompt_rows=True)
+    bench.submit(prompt, max_new=2, prompt_rows=True)
+    bench.step()
+    assert sequence.num_cached == 0
+    bench.finish()
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_sequences": 0}, {"max_rows": 0}, {"policy": "lifo"}])
+def test_impossible_options_are_refused(limits: dict):
+    with pytest.raises(UsageError):
+        Bench(**limits)
+
+
+def test_removing_twice_or_before_the_start_does_nothing_bad():
+    bench = Bench()
+    sequence, other = bench.submit([1, 2])[0], bench.submit([3])[0]
+    bench.cancel(sequence)
+    bench.scheduler.remove(sequence)
+    bench.finish()
+    assert bench.ended == [other]
+
+
+class Scheduling(RuleBasedStateMachine):
+    """Random requests, steps and cancels under random limits; everything admitted ends with the tokens of a run alone."""
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "shortest-remaining"]),
+        prefix_cache=st.booleans(),
+        max_tokens=st.integers(1, 12),
+        max_sequences=st.integers(1, 5),
+        max_rows=st.integers(1, 6),
+        num_blocks=st.integers(3, 14),
+        block_size=st.integers(1, 5),
+    )
+    def start(self, policy, prefix_cache, max_blocks=6, **limits):
+        self.bench = Bench(policy, prefix_cache, max_blocks=max_blocks, **limits)
+        self.n_ctx = min(limits["num_blocks"], max_blocks) * limits["block_size"]
+
+    @rule(data=st.data(), n=st.sampled_from([1, 1, 1, 2, 3]), rows=st.booleans(), priority=st.sampled_from([0, 0, 0, -1]))
+    def submit(self, data, n, rows, priority):
+        if len(self.bench.live) > 12:
+            return
+        length = data.draw(st.integers(1, self.n_ctx - 1))
+        shared = data.draw(st.integers(0, length))  # prompts that begin alike, so that they find each other's blocks
+        prompt = [p % 3 for p in range(shared)] + data.draw(st.lists(st.integers(0, 2), min_size=length - shared, max_size=length - shared))
+        self.bench.submit(prompt, data.draw(st.integers(1, self.n_ctx - length)), n, priority, prompt_rows=rows and n == 1)
+
+    @rule()
+    def step(self):
+        self.bench.step()
+
+    @rule(times=st.integers(2, 9))
+    def steps(self, times):
+        for _ in range(times):
+            self.bench.step()
+
+    @precondition(lambda self: self.bench.live)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.bench.cancel(data.draw(st.sampled_from(list(self.bench.live))))
+
+    @invariant()
+    def references_are_exact(self):
+        if not hasattr(self, "bench"):
+            return
+        bench, blocks = self.bench, self.bench.blocks
+        held = [s.blocks.ids for s in bench.live if s.blocks is not None]
+        assert blocks._refs == [sum(ids.count(b) for ids in held) for b in range(blocks.num_blocks)]
+        assert blocks.num_free + blocks.num_used + blocks.num_cached == blocks.num_blocks
+        slots = [s.slot for s in bench.scheduler.running]
+        assert len(set(slots)) == len(slots) <= bench.scheduler.max_running
+        assert sorted(slots + bench.scheduler._slots) == list(range(bench.scheduler.max_running))
+        assert [s.rank for s in bench.scheduler.running] == sorted(s.rank for s in bench.scheduler.running)
+
+    def teardown(self):
+        if hasattr(self, "bench"):
+            self.bench.finish()
+
+
+Scheduling.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestScheduling = Scheduling.TestCase
+
+
+def test_overhead_of_a_decode_step_is_reported(record_property):
+    """Not a bar (no timed assertions): the figure is in the report of the run."""
+    bench = Bench(block_size=64, num_blocks=16, max_blocks=16)
+    bench.submit(list(range(20)), max_new=900)
+    step = bench.scheduler.schedule()
+    bench.scheduler.advance(step)
+    steps = 500
+    began = time.perf_counter()
+    for _ in range(steps):
+        bench.scheduler.running[0].append(1)
+        step = bench.scheduler.schedule()
+        bench.scheduler.advance(step)
+    record_property("decode_step_us", (time.perf_counter() - began) / steps * 1e6)
+    print(f"{(time.perf_counter() - began) / steps * 1e6:.1f} µs per decode step")
