@@ -1,16 +1,20 @@
 # Every target is a few lines; the first two are all a user needs: `make run` and `make test`.
 PYTHON ?= python3
+PROMPT ?= Why is the sky blue? Answer in one sentence.
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install run test lint wheel clean
+.PHONY: install run chat test lint wheel clean
 
 install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
 
-run: install ## chat with (or pipe a prompt to) the default model; it is fetched on the first run
-	@$(BIN)/fastllm run $(if $(PROMPT),--prompt "$(PROMPT)",$(if $(shell test -t 0 && echo tty),,$(if $(CI),--prompt "What is the capital of France?",)))
+run: install ## answer PROMPT with the default model, which is fetched on the first run
+	@$(BIN)/fastllm run --prompt "$(PROMPT)"
+
+chat: install ## chat with the default model
+	@$(BIN)/fastllm run -i
 
 test: $(VENV)/.installed-test ## the whole suite; K=EXPRESSION runs a part of it
 	$(BIN)/python -m pytest $(if $(K),-k "$(K)",)
