@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from fastllm.core import _kernels
 from fastllm.core.sampling import BUILT_IN, SamplerState, SamplingParams, stream_id
 from fastllm.core.step import StepBatch

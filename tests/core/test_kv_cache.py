@@ -9,10 +9,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from fastllm.core.errors import UsageError
-from fastllm.core.kv_cache import BlockManager, SequenceBlocks
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from fastllm.core.errors import UsageError
+from fastllm.core.kv_cache import BlockManager, SequenceBlocks
 
 SIZE = 4
 
@@ -258,7 +259,9 @@ class Blocks(RuleBasedStateMachine):
         free, cached = set(manager._free), set(manager._cached)
         used = {b for b, n in enumerate(owners) if n}
         assert len(free) == len(manager._free)
-        assert not (free & cached or free & used or cached & used)
+        assert not free & cached
+        assert not free & used
+        assert not cached & used
         assert len(free) + len(cached) + len(used) == manager.num_blocks
         assert counts(manager) == (len(free), len(used), len(cached))
         assert {manager._blocks[k] for k in manager._blocks} == {b for b in range(manager.num_blocks) if manager._keys[b] is not None}

@@ -7,11 +7,12 @@ import time
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from fastllm.core.errors import UsageError
 from fastllm.core.kv_cache import BlockManager
 from fastllm.core.scheduler import ScheduledStep, Scheduler, Sequence
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from .fake_runner import FakeRunner, next_logits
 

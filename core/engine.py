@@ -1,0 +1,539 @@
+"""The engine: one thread that steps a model for everybody who submits requests.
+
+`submit` may be called from any thread and only puts the request in an inbox; the engine's thread alone touches the scheduler, the
+cache and the executor, so none of them has a lock. A step is: take the inbox, schedule, run, take the inbox again (a cancel that
+arrived meanwhile frees its blocks now), then hand out tokens. Without work the thread sleeps on a condition.
+
+What fails, fails alone: a bad request at `submit`, non-finite logits or an exception of `on_event` with that request, an exception
+of a step with the requests of that step. The third failed step in a row makes the engine unhealthy: everything fails, and nothing
+more is taken, so that a supervisor can start it anew.
+
+A token is a function of the logits and of u = uniform(seed, stream, position): the same request gives the same tokens whatever
+shares the batch, however its prompt is cut, found or computed again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from . import _kernels
+from .errors import Cancelled, EngineError, FastLLMError, QueueFull, UsageError
+from .kv_cache import BlockManager
+from .request import Request, RequestHandle, Timings, TokenEvent, TokenLogprobs, check_request
+from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, stream_id
+from .scheduler import ScheduledStep, Scheduler, Sequence, Slice
+from .step import StepBatch
+
+__all__ = ["Engine", "EngineStats", "StepOutput", "StepRunner"]
+
+FAILURES_IN_A_ROW: Final = 3
+EXIT_WAIT_S: Final = 5.0  # at the interpreter's exit: how long a step that runs may still take
+
+
+class StepOutput(Protocol):
+    """What a step gives: ids i32 [R] (None if there was no sampler), logits f32 [R, V], valid until the next run, or None."""
+
+    @property
+    def ids(self) -> np.ndarray | None: ...
+    @property
+    def logits(self) -> np.ndarray | None: ...
+
+
+class StepRunner(Protocol):
+    """What the engine needs of an executor. Called by one thread; `close` returns its memory."""
+
+    block_size: int
+    num_blocks: int
+    max_blocks: int  # columns of the block table
+    max_tokens: int
+    max_sequences: int
+    max_rows: int
+
+    @property
+    def vocab_size(self) -> int: ...
+    def run(self, batch: StepBatch) -> StepOutput: ...
+    def copy_block(self, src: int, dst: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. running, waiting: sequences (choices count singly). stalled_s: seconds since a step last ended while there is
+    work, 0 when idle. Counters run from the start of the engine."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_total: int
+    prefix_hit_tokens: int
+    prefix_looked_up_tokens: int
+    prompt_tokens: int
+    tokens_generated: int
+    preemptions: int
+    steps: int
+    requests_finished: int
+    requests_failed: int
+    requests_cancelled: int
+    stalled_s: float
+    healthy: bool
+
+
+class _Choice:
+    """One choice of a request, from the engine's side."""
+
+    __slots__ = ("finished", "index", "job", "num_generated", "sampler", "sequence")
+
+    def __init__(self, job: _Job, index: int, sequence: Sequence, sampler: SamplerState):
+        self.job, self.index, self.sequence, self.sampler = job, index, sequence, sampler
+        self.num_generated, self.finished = 0, False
+        sequence.owner = self
+
+
+class _Job:
+    """A request in the engine: its handle, choices, stop ids and times."""
+
+    def __init__(self, handle: RequestHandle, prompt: np.ndarray, room: int, vocab_size: int):
+        """prompt: i32 [n]; room: tokens that still fit the context."""
+        request, params = handle.request, handle.params
+        ends = () if params.ignore_eos else tuple(request.end_ids)
+        self.handle, self.prompt = handle, prompt
+        self.max_new = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.stop_ids = frozenset({*ends, *(params.stop_token_ids or ())})
+        self.num_top = None if params.logprobs is None else min(params.logprobs, vocab_size)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if params.prompt_logprobs else None
+        self.choices = []
+        for index in range(params.n or 1):
+            rows = self.prompt_logprobs is not None and index == 0
+            sequence = Sequence(None, prompt, max_new=self.max_new, salt=request.salt, prompt_rows=rows)
+            sampler = SamplerState(params, prompt, handle.seed, stream_id(request.prompt_index, index), ends)
+            self.choices.append(_Choice(self, index, sequence, sampler))
+        self.submitted_at = time.monotonic()
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at = self.submitted_at
+
+    def timings(self) -> Timings:
+        """Times and counts so far."""
+        first, started = self.first_token_at, self.started_at
+        return Timings(
+            queue_s=0.0 if started is None else started - self.submitted_at,
+            ttft_s=0.0 if first is None else first - self.submitted_at,
+            prompt_s=0.0 if first is None or started is None else first - started,
+            decode_s=0.0 if first is None else self.last_token_at - first,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.choices[0].sequence.num_cached,
+            decode_tokens=sum(choice.num_generated for choice in self.choices),
+        )
+
+
+class Engine:
+    """Runs requests on a StepRunner, which it owns from here on: `close` closes it.
+
+    policy: `fcfs` or `shortest-remaining`. max_queue: requests that may wait. n_ctx: the longest sequence, at most what runner and
+    cache hold (the default). prefix_cache: find prompts again. stateful: the model keeps recurrent state outside the blocks, so
+    prompts are neither found again nor shared by the choices of a request. A context manager.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        policy: str = "fcfs",
+        max_queue: int = 256,
+        n_ctx: int | None = None,
+        prefix_cache: bool = True,
+        stateful: bool = False,
+    ):
+        """Starts the thread. Raises UsageError for options that do not fit, EngineError if no thread can be started."""
+        room = min(runner.max_blocks, runner.num_blocks) * runner.block_size
+        self.n_ctx = room if n_ctx is None else n_ctx
+        if not 1 <= self.n_ctx <= room:
+            raise UsageError(f"a context of {n_ctx} tokens; the cache was planned for 1 to {room}", fix=f"--ctx {room}")
+        if max_queue < 1:
+            raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="--max-queue 256")
+        self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
+        limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
+        self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
+        self._wake = threading.Condition()  # guards the next five
+        self._inbox: list[tuple[Any, ...]] = []  # (job,) or (handle, index) to cancel, in order
+        self._num_queued = 0  # requests submitted and not yet started
+        self._num_requests = 0
+        self._closing = False
+        self._broken: EngineError | None = None
+        self._jobs: dict[RequestHandle, _Job] = {}
+        self._failures = 0
+        self._steps = self._prompt_tokens = self._generated = 0
+        self._finished = self._failed = self._cancelled = 0
+        self._request_s = 1.0  # how long a request takes, a running mean
+        self._progress_at = time.monotonic()
+        self._close_error: Exception | None = None
+        self._greedy = SamplerState(SamplingParams(temperature=0.0, top_p=1.0), (), 0)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._loop, name="fastllm-engine", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EngineError(f"the engine's thread cannot start: {error}", fix="raise the limit of processes (ulimit -u)") from error
+        atexit.register(self._at_exit)
+
+    # any thread -------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, request: Request, on_event: Callable[[RequestHandle, TokenEvent | None], None] | None = None
+    ) -> RequestHandle:
+        """Queues a request and returns its handle.
+
+        on_event: called in the engine's thread with (handle, event) for every event and with (handle, None) at the end, instead of
+        the handle's iterator; it must not block, and what it raises fails the request. Raises InvalidRequest, ContextOverflow,
+        QueueFull (retry_after_s), or EngineError if the engine is closed or unhealthy.
+        """
+        if os.getpid() != self._pid:
+            raise EngineError(
+                "this engine belongs to another process: its thread does not survive a fork",
+                fix="load the model in the process that uses it, or start processes with the method 'spawn'",
+            )
+        prompt = check_request(request, self._runner.vocab_size, self.n_ctx)
+        params = request.params.merged_with(BUILT_IN)
+        handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event)
+        job = _Job(handle, prompt, self.n_ctx - len(prompt), self._runner.vocab_size)
+        with self._wake:
+            if self._broken is not None:
+                raise _again(self._broken, f"the engine is unhealthy: {self._broken.message}")
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if self._num_queued >= self.max_queue:
+                wait_s = self._request_s * self._num_queued / self._scheduler.max_running
+                raise QueueFull(
+                    f"{self._num_queued} requests wait; the queue holds {self.max_queue}",
+                    fix="try again later, or start with a longer --max-queue",
+                    retry_after_s=min(max(round(wait_s), 1), 60),
+                )
+            self._num_requests += 1
+            self._num_queued += 1
+            for choice in job.choices:
+                choice.sequence.rank = (request.priority, self._num_requests, choice.index)
+            self._inbox.append((job,))
+            self._wake.notify()
+        return handle
+
+    def _ask_cancel(self, handle: RequestHandle, index: int | None) -> None:
+        if os.getpid() == self._pid:
+            with self._wake:
+                self._inbox.append((handle, index))
+                self._wake.notify()
+
+    @property
+    def healthy(self) -> bool:
+        """False after three failed steps in a row, or if the thread ended by a defect."""
+        return self._broken is None
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what runs and what has been done. Takes no lock: numbers may be one step apart."""
+        scheduler, blocks = self._scheduler, self._blocks
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        return EngineStats(
+            running=running,
+            waiting=waiting + sum(len(item) == 1 for item in tuple(self._inbox)),
+            blocks_used=blocks.num_used,
+            blocks_cached=blocks.num_cached,
+            blocks_total=blocks.num_blocks,
+            prefix_hit_tokens=blocks.hit_tokens,
+            prefix_looked_up_tokens=blocks.looked_up_tokens,
+            prompt_tokens=self._prompt_tokens,
+            tokens_generated=self._generated,
+            preemptions=scheduler.num_preemptions,
+            steps=self._steps,
+            requests_finished=self._finished,
+            requests_failed=self._failed,
+            requests_cancelled=self._cancelled,
+            stalled_s=time.monotonic() - self._progress_at if running or waiting else 0.0,
+            healthy=self.healthy,
+        )
+
+    def close(self) -> None:
+        """Cancels what runs and waits, ends the thread and closes the runner. May be called twice, and from `on_event`. Raises what
+        closing the runner raised."""
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the thread nor a right to the parent's memory
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is self._thread:
+            return  # the thread ends after this step
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+        error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            with self._wake:
+                self._closing = True
+                self._wake.notify()
+            self._thread.join(EXIT_WAIT_S)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # the engine's thread ------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        defect: BaseException | None = None
+        try:
+            while self._wait():
+                self._take_inbox()
+                self._step()
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            defect = error
+        self._end(defect)
+
+    def _wait(self) -> bool:
+        """Sleeps until there is work. False: close."""
+        if not self._jobs and not self._inbox:
+            with self._wake:
+                while not self._inbox and not self._closing:
+                    self._wake.wait()
+            self._progress_at = time.monotonic()
+        return not self._closing
+
+    def _take_inbox(self) -> None:
+        if not self._inbox:
+            return
+        with self._wake:
+            items, self._inbox = self._inbox, []
+        for item in items:
+            if len(item) == 1:
+                self._admit(item[0])
+            elif (job := self._jobs.get(item[0])) is not None:
+                self._cancel(job, item[1])
+
+    def _admit(self, job: _Job) -> None:
+        self._jobs[job.handle] = job
+        first, *others = [choice.sequence for choice in job.choices]
+        if self.stateful:
+            for sequence in others:
+                self._scheduler.add(sequence)
+        else:
+            first.siblings = others
+        self._scheduler.add(first)
+
+    def _cancel(self, job: _Job, index: int | None) -> None:
+        if index is None:
+            self._cancelled += 1
+            self._end_job(job, job.handle.cancelled())
+        elif 0 <= index < len(job.choices) and not job.choices[index].finished:
+            choice = job.choices[index]
+            for other in job.choices:
+                if choice.sequence in other.sequence.siblings:
+                    other.sequence.siblings.remove(choice.sequence)
+            self._emit(job, TokenEvent(None, index, "cancelled"))
+            self._finish_choice(choice)
+
+    def _step(self) -> None:
+        step = self._scheduler.schedule()
+        if step is None:
+            return
+        now = time.monotonic()
+        for part in step.slices:
+            job = part.sequence.owner.job
+            if job.started_at is None:
+                job.started_at = now
+                with self._wake:
+                    self._num_queued -= 1
+        try:
+            for source, target in step.copies:
+                self._runner.copy_block(source, target)
+            step.batch.sampler = build_rows(self._sampler_states(step), self._runner.vocab_size)
+            result = self._runner.run(step.batch)
+            ids = [] if result.ids is None else result.ids.tolist()
+            if len(ids) != len(step.batch.sample_rows):
+                raise EngineError(f"a step sampled {len(step.batch.sample_rows)} rows and the executor returned {len(ids)} ids")
+        except Exception as error:
+            self._step_failed(step, error)
+            return
+        self._failures = 0
+        self._steps += 1
+        self._progress_at = time.monotonic()
+        self._take_inbox()
+        self._scheduler.advance(step)
+        for part in step.slices:
+            choice = part.sequence.owner
+            if choice.finished or not part.num_rows:
+                continue
+            try:
+                self._deliver(choice, part, ids, result)
+            except Exception as error:  # on_event, or too little memory for log-probabilities: this request's matter
+                self._fail_job(choice.job, error)
+
+    def _sampler_states(self, step: ScheduledStep) -> list[SamplerState]:
+        """One for each row of logits; rows of a prompt whose ids nobody wants are sampled greedily."""
+        states = []
+        for part in step.slices:
+            if part.num_rows:
+                states += [self._greedy] * (part.num_rows - part.samples)
+                if part.samples:
+                    states.append(part.sequence.owner.sampler)
+        return states
+
+    def _deliver(self, choice: _Choice, part: Slice, ids: list[int], result: StepOutput) -> None:
+        """Takes a slice's rows: log-probabilities of the prompt, and the next token."""
+        job, sequence = choice.job, part.sequence
+        num_prompt_rows = part.num_rows - part.samples
+        if num_prompt_rows:
+            self._take_prompt_logprobs(job, part, num_prompt_rows, result)
+        if not part.samples:
+            return
+        row = part.first_row + num_prompt_rows
+        token = ids[row]
+        if not 0 <= token < self._runner.vocab_size:
+            raise self._not_finite(job, sequence.num_tokens)
+        if job.first_token_at is None:
+            job.first_token_at = self._progress_at
+            self._prompt_tokens += len(job.prompt)
+        job.last_token_at = self._progress_at
+        prompt_logprobs = None
+        if job.prompt_logprobs is not None and len(job.prompt_logprobs) == len(job.prompt):
+            prompt_logprobs, job.prompt_logprobs = job.prompt_logprobs, None
+        if job.max_new == 0:
+            event = TokenEvent(None, choice.index, "length", prompt_logprobs=prompt_logprobs)
+        else:
+            sequence.append(token)
+            choice.num_generated += 1
+            choice.sampler.append(token)
+            self._generated += 1
+            reason = "stop" if token in job.stop_ids else "length" if choice.num_generated == job.max_new else None
+            event = TokenEvent(token, choice.index, reason, prompt_logprobs=prompt_logprobs)
+            if job.num_top is not None:
+                entry = self._logprobs(job, sequence.num_tokens, result, row, np.array([token], np.int32))[0]
+                event.logprob, event.top_logprobs = entry.logprob, entry.top
+        self._emit(job, event)
+        if event.finish_reason is not None:
+            self._finish_choice(choice)
+
+    def _take_prompt_logprobs(self, job: _Job, part: Slice, count: int, result: StepOutput) -> None:
+        if job.prompt_logprobs is None:
+            return
+        first = part.start + part.num_tokens - part.num_rows  # position of the first row; its logits are about the token after it
+        ids = job.prompt[first + 1 : first + 1 + count]
+        job.prompt_logprobs += self._logprobs(job, first + 1, result, part.first_row, ids)
+
+    def _logprobs(self, job: _Job, position: int, result: StepOutput, row: int, ids: np.ndarray) -> list[TokenLogprobs]:
+        """Of ids (i32 [k]) by the k rows of logits from `row` on; position: of the first id, for the error."""
+        if result.logits is None:
+            raise EngineError("the executor gave no logits, but log-probabilities were asked for")
+        chosen, top_ids, top = _kernels.logprobs(result.logits[row : row + len(ids)], ids, job.num_top or 0)
+        bad = np.isnan(chosen)
+        if bad.any():
+            raise self._not_finite(job, position + int(bad.argmax()))
+        return [
+            TokenLogprobs(token, value, tuple(zip(others, values, strict=True)))
+            for token, value, others, values in zip(ids.tolist(), chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True)
+        ]
+
+    def _not_finite(self, job: _Job, position: int) -> EngineError:
+        for choice in job.choices:
+            if choice.sequence.blocks is not None:
+                self._blocks.forget(choice.sequence.blocks)
+        return EngineError(
+            f"request '{job.handle.request_id}': the model gave no finite logit at position {position}",
+            why="NaN or infinity in the weights or in the arithmetic",
+            fix="fastllm verify --deep MODEL",
+        )
+
+    def _emit(self, job: _Job, event: TokenEvent) -> None:
+        job.handle.timings = job.timings() if event.finish_reason else job.handle.timings
+        job.handle.deliver(event)
+
+    def _finish_choice(self, choice: _Choice) -> None:
+        choice.finished = True
+        self._scheduler.remove(choice.sequence)
+        if all(other.finished for other in choice.job.choices):
+            self._finished += 1
+            self._end_job(choice.job, None)
+
+    # ends -------------------------------------------------------------------------------------------------------------
+
+    def _end_job(self, job: _Job, error: FastLLMError | None) -> None:
+        if self._jobs.pop(job.handle, None) is None:
+            return
+        for choice in job.choices:
+            choice.finished, choice.sequence.siblings = True, []
+        for choice in job.choices:
+            self._scheduler.remove(choice.sequence)
+        if job.started_at is None:
+            with self._wake:
+                self._num_queued -= 1
+        else:
+            self._request_s += 0.1 * (time.monotonic() - job.started_at - self._request_s)
+        job.handle.finish(error, job.timings())
+
+    def _fail_job(self, job: _Job, error: Exception) -> None:
+        self._failed += job.handle in self._jobs
+        if not isinstance(error, FastLLMError):
+            name = job.handle.request_id
+            error, cause = EngineError(f"request '{name}' failed: {type(error).__name__}: {error}"), error
+            error.__cause__ = cause
+        self._end_job(job, error)
+
+    def _step_failed(self, step: ScheduledStep, error: Exception) -> None:
+        """Fails the step's requests; the third time in a row, all requests."""
+        self._failures += 1
+        self._progress_at = time.monotonic()
+        known = isinstance(error, FastLLMError)
+        text = error.message if isinstance(error, FastLLMError) else f"{type(error).__name__}: {error}"
+        base = error if isinstance(error, FastLLMError) else EngineError(text)
+        for job in {part.sequence.owner.job: None for part in step.slices}:
+            failure = _again(base, f"request '{job.handle.request_id}': a step failed: {text}")
+            failure.__cause__ = error.__cause__ if known else error
+            self._fail_job(job, failure)
+        if self._failures >= FAILURES_IN_A_ROW:
+            broken = EngineError(f"{self._failures} steps in a row failed, the last by: {text}", fix="start the model again")
+            with self._wake:
+                self._broken = broken
+            self._take_inbox()
+            for job in tuple(self._jobs.values()):
+                self._fail_job(job, _again(broken, f"request '{job.handle.request_id}': {broken.message}"))
+
+    def _end(self, defect: BaseException | None) -> None:
+        """The end of the thread: nobody waits for ever, and the runner's memory is returned."""
+        with self._wake:
+            self._closing = True
+            if defect is not None:
+                self._broken = EngineError(f"the engine ended by a defect: {type(defect).__name__}: {defect}")
+                self._broken.__cause__ = defect
+            items, self._inbox = self._inbox, []
+        for item in items:
+            if len(item) == 1:
+                self._jobs[item[0].handle] = item[0]
+        for job in tuple(self._jobs.values()):
+            name = job.handle.request_id
+            if self._broken is not None:
+                self._fail_job(job, _again(self._broken, f"request '{name}': {self._broken.message}"))
+            else:
+                self._cancelled += 1
+                self._end_job(job, Cancelled(f"request '{name}' was cancelled: the engine was closed"))
+        try:
+            self._runner.close()
+        except Exception as error:
+            self._close_error = error
+
+
+def _again(error: FastLLMError, message: str) -> Any:
+    """The same kind of error with another message: an exception object is raised in one thread only."""
+    copy = type(error)(message, who=error.who, why=error.why, fix=error.fix, **error.fields)
+    copy.__cause__ = error.__cause__
+    return copy

@@ -1,0 +1,767 @@
+"""The engine: threads, streams, stops, cancels, failures and the end, with a runner that sees through its block tables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable
+from queue import Queue
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastllm.core import _kernels
+from fastllm.core.engine import Engine
+from fastllm.core.errors import (
+    Cancelled,
+    ContextOverflow,
+    DeviceLost,
+    EngineError,
+    InvalidRequest,
+    OutOfMemory,
+    QueueFull,
+    UsageError,
+)
+from fastllm.core.request import Request, RequestHandle, TokenEvent
+from fastllm.core.sampling import SamplingParams
+
+from .fake_runner import VOCAB, FakeRunner, alone, next_logits
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def ask(prompt: list[int], *, end_ids=(), request_id="r", salt="", priority=0, **params) -> Request:
+    return Request(prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **params}), end_ids, request_id, salt, priority)
+
+
+class Gate:
+    """Holds the engine's thread before a step until it is opened, so that tests decide what happens meanwhile."""
+
+    def __init__(self, runner: FakeRunner):
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        runner.before = self
+
+    def __call__(self, batch) -> None:
+        self.entered.release()
+        assert self.go.acquire(timeout=30)
+
+    def wait(self) -> None:
+        """Until the thread stands before a step."""
+        assert self.entered.acquire(timeout=30)
+
+    def step(self, times: int = 1) -> None:
+        """Lets steps run, each from its gate."""
+        self.go.release(times)
+
+    def open(self) -> None:
+        self.go.release(1_000_000)
+
+
+def all_free(engine: Engine) -> None:
+    """After close: nobody holds a block or a place."""
+    assert engine.stats().blocks_used == 0
+    assert engine.stats().running == engine.stats().waiting == 0
+    assert sorted(engine._scheduler._slots) == list(range(engine._scheduler.max_running))
+    assert not engine._jobs
+    assert engine._num_queued == 0
+
+
+# results -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_gets_the_tokens_of_the_model_alone():
+    with Engine(FakeRunner()) as engine:
+        handle = engine.submit(ask([1, 2, 3], max_tokens=9))
+        events = list(handle)
+    want, reason = alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=9))
+    assert [e.token_id for e in events] == want
+    assert [e.finish_reason for e in events] == [None] * 8 + [reason]
+    assert handle.result().choices[0].token_ids == want
+    assert engine._runner.closed
+    all_free(engine)
+
+
+def test_seeded_choices_are_streams_of_their_own():
+    params = SamplingParams(temperature=1.0, seed=-5, n=4, max_tokens=8)
+    with Engine(FakeRunner(num_blocks=32, max_sequences=2)) as engine:
+        result = engine.submit(Request([4, 5, 6, 7, 8], params)).result()
+        other = engine.submit(Request([4, 5, 6, 7, 8], params, prompt_index=1)).result()
+    want = [alone([4, 5, 6, 7, 8], params, (-5) % 2**64, i)[0] for i in range(4)]
+    assert [c.token_ids for c in result.choices] == want
+    assert len({tuple(c.token_ids) for c in result.choices + other.choices}) == 8
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_answer():
+    with Engine(FakeRunner()) as engine:
+        first = engine.submit(Request([1, 2], SamplingParams(temperature=1.0, max_tokens=8)))
+        tokens = first.result().choices[0].token_ids
+        again = engine.submit(Request([1, 2], SamplingParams(temperature=1.0, max_tokens=8, seed=first.seed)))
+        assert again.result().choices[0].token_ids == tokens
+        other = engine.submit(Request([1, 2], SamplingParams(temperature=1.0, max_tokens=8)))
+        assert other.seed != first.seed
+
+
+def test_penalties_and_biases_see_the_prompt_and_the_output():
+    params = SamplingParams(
+        temperature=0.9, seed=1, max_tokens=12, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5,
+        logit_bias={3: 4.0, 7: -100}, repeat_last_n=4,
+    )  # fmt: skip
+    with Engine(FakeRunner()) as engine:
+        result = engine.submit(Request([3, 3, 9], params)).result()
+    assert result.choices[0].token_ids == alone([3, 3, 9], params, 1)[0]
+
+
+def test_end_ids_stop_ids_and_the_limit_end_an_answer():
+    long = alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))[0]
+    end = long[3]
+    at = long.index(end)
+    with Engine(FakeRunner()) as engine:
+        result = engine.submit(ask([1, 2, 3], end_ids=[end], max_tokens=20)).result().choices[0]
+        assert (result.token_ids, result.finish_reason) == (long[: at + 1], "stop")
+        result = engine.submit(ask([1, 2, 3], stop_token_ids=[end], ignore_eos=True, max_tokens=20)).result().choices[0]
+        assert (result.token_ids, result.finish_reason) == (long[: at + 1], "stop")
+        result = engine.submit(ask([1, 2, 3], end_ids=[end], ignore_eos=True, max_tokens=20)).result().choices[0]
+        assert (result.token_ids, result.finish_reason) == (long, "length")
+
+
+def test_min_tokens_keeps_every_end_away():
+    free = alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))[0]
+    params = SamplingParams(temperature=0.0, max_tokens=10, min_tokens=4, stop_token_ids=(free[1],))
+    with Engine(FakeRunner()) as engine:
+        result = engine.submit(Request([1, 2, 3], params, end_ids=[free[0]])).result().choices[0]
+    want = alone([1, 2, 3], params, end_ids=[free[0]])
+    assert (result.token_ids, result.finish_reason) == want
+    assert len(result.token_ids) >= 4
+
+
+def test_the_context_limit_ends_an_answer_and_a_full_prompt_is_refused():
+    with Engine(FakeRunner(block_size=4, max_blocks=3)) as engine:
+        result = engine.submit(ask(list(range(11)), max_tokens=None)).result().choices[0]
+        assert (len(result.token_ids), result.finish_reason) == (1, "length")
+        result = engine.submit(ask([1], max_tokens=100)).result().choices[0]
+        assert (len(result.token_ids), result.finish_reason) == (11, "length")
+        with pytest.raises(ContextOverflow) as caught:
+            engine.submit(ask(list(range(12))))
+        assert caught.value.fields == {"n_prompt_tokens": 12, "n_ctx": 12}
+    with Engine(FakeRunner(), n_ctx=5) as engine, pytest.raises(ContextOverflow, match="limit is 5"):
+        engine.submit(ask([1, 2, 3, 4, 5]))
+
+
+def test_log_probabilities_are_those_of_the_raw_row():
+    params = SamplingParams(temperature=2.0, seed=3, max_tokens=4, logprobs=3, logit_bias={5: 50.0})
+    with Engine(FakeRunner()) as engine:
+        choice = engine.submit(Request([1, 2], params)).result().choices[0]
+    assert choice.token_ids == [5] * 4, "the bias decides the token, and not its log-probability"
+    context = [1, 2]
+    for entry in choice.logprobs:
+        row = next_logits(np.array(context))[None]
+        chosen, ids, values = _kernels.logprobs(row, np.array([entry.token_id], np.int32), 3)
+        assert entry.logprob == chosen[0]
+        assert entry.top == tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True))
+        context.append(entry.token_id)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompt_log_probabilities_cover_the_prompt_whatever_the_cache_holds(n):
+    prompt = list(range(1, 24))
+    with Engine(FakeRunner(num_blocks=32, max_tokens=8)) as engine:
+        engine.submit(ask(prompt)).result()
+        handle = engine.submit(ask(prompt, prompt_logprobs=True, logprobs=2, n=n))
+        events = list(handle)
+        result = handle.result()
+    assert result.timings.cached_tokens == 0
+    assert [e.prompt_logprobs is not None for e in events].count(True) == 1
+    assert len(result.prompt_logprobs) == 23
+    assert result.prompt_logprobs[0] is None
+    for p in range(1, 23):
+        chosen, ids, _ = _kernels.logprobs(next_logits(np.array(prompt[:p]))[None], np.array([prompt[p]], np.int32), 2)
+        entry = result.prompt_logprobs[p]
+        assert (entry.token_id, entry.logprob) == (prompt[p], chosen[0])
+        assert [token for token, _ in entry.top] == ids[0].tolist()
+    assert all(c.token_ids == alone(prompt, GREEDY)[0] for c in result.choices)
+
+
+def test_an_echo_of_the_prompt_generates_nothing_and_may_fill_the_context():
+    with Engine(FakeRunner(), n_ctx=6) as engine:
+        handle = engine.submit(ask([1, 2, 3, 4, 5, 6], max_tokens=0, prompt_logprobs=True))
+        (event,) = list(handle)
+    assert (event.token_id, event.finish_reason, len(event.prompt_logprobs)) == (None, "length", 6)
+    assert handle.result().choices[0].token_ids == []
+
+
+def test_timings_and_counts():
+    prompt = list(range(9))
+    with Engine(FakeRunner()) as engine:
+        engine.submit(ask(prompt)).result()
+        timings = engine.submit(ask(prompt)).result().timings
+        stats = engine.stats()
+    assert (timings.prompt_tokens, timings.cached_tokens, timings.decode_tokens) == (9, 8, 6)
+    assert 0 <= timings.queue_s <= timings.ttft_s
+    assert timings.ttft_s == pytest.approx(timings.queue_s + timings.prompt_s)
+    assert timings.decode_s > 0
+    assert (stats.tokens_generated, stats.prompt_tokens, stats.requests_finished, stats.steps) == (12, 18, 2, 12)
+    assert (stats.prefix_hit_tokens, stats.prefix_looked_up_tokens) == (8, 18)
+    assert stats.healthy
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_same_request_gives_the_same_tokens_whatever_happens_around_it(data):
+    """Random limits, neighbours, chunks, cache and cancels: equality with the model alone, not closeness."""
+    draw = data.draw
+    stateful = draw(st.booleans())
+    runner = FakeRunner(
+        block_size=draw(st.integers(1, 5)),
+        num_blocks=draw(st.integers(8, 20)),
+        max_blocks=8,
+        max_tokens=draw(st.integers(1, 12)),
+        max_sequences=draw(st.integers(1, 5)),
+        max_rows=draw(st.integers(1, 6)),
+        stateful=stateful,
+    )
+    policy = draw(st.sampled_from(["fcfs", "shortest-remaining"]))
+    ends = [0, 1]
+    with Engine(runner, policy=policy, prefix_cache=draw(st.booleans()), stateful=stateful) as engine:
+        pending = []
+        for number in range(draw(st.integers(1, 8))):
+            length = draw(st.integers(1, engine.n_ctx - 1))
+            prompt = [p % 5 for p in range(length - 1)] + [draw(st.integers(0, VOCAB - 1))]
+            params = SamplingParams(
+                temperature=draw(st.sampled_from([0.0, 1.0])),
+                seed=number,
+                n=draw(st.sampled_from([1, 1, 2, 3])),
+                max_tokens=draw(st.one_of(st.none(), st.integers(1, 12))),
+                repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+                prompt_logprobs=draw(st.booleans()),
+            )
+            handle = engine.submit(Request(prompt, params, ends, str(number)))
+            if draw(st.integers(0, 4)) == 0:
+                handle.cancel(draw(st.sampled_from([None, 0, params.n - 1])))
+            else:
+                pending.append((handle, prompt, params))
+        for handle, prompt, params in pending:
+            for index, choice in enumerate(handle.result(60).choices):
+                assert (choice.token_ids, choice.finish_reason) == alone(prompt, params, params.seed, index, ends, engine.n_ctx)
+            if params.prompt_logprobs:
+                assert len(handle.result().prompt_logprobs) == len(prompt)
+    all_free(engine)
+
+
+# cancelling --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_during_a_step_frees_the_blocks_with_that_step():
+    runner = FakeRunner()
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        handle = engine.submit(ask([1, 2, 3]))
+        other = engine.submit(ask([7], max_tokens=3))
+        gate.wait()
+        handle.cancel()
+        assert not handle.done
+        gate.step()
+        gate.wait()
+        assert handle.done
+        assert engine.stats().requests_cancelled == 1
+        assert engine.stats().blocks_used == len(engine._jobs) == 1
+        gate.open()
+        with pytest.raises(Cancelled, match="'r' was cancelled"):
+            list(handle)
+        with pytest.raises(Cancelled):
+            handle.result()
+        assert other.result().choices[0].token_ids == alone([7], SamplingParams(temperature=0.0, max_tokens=3))[0]
+
+
+def test_a_queued_request_can_be_cancelled():
+    runner = FakeRunner(max_sequences=1)
+    gate = Gate(runner)
+    with Engine(runner, max_queue=1) as engine:
+        first = engine.submit(ask([1]))
+        gate.wait()
+        second = engine.submit(ask([2]))
+        with pytest.raises(QueueFull):
+            engine.submit(ask([3]))
+        second.cancel()
+        gate.step()
+        gate.wait()
+        assert second.done
+        third = engine.submit(ask([3]))
+        gate.open()
+        assert first.result().choices[0].token_ids == alone([1], GREEDY)[0]
+        assert third.result().choices[0].token_ids == alone([3], GREEDY)[0]
+
+
+def test_one_choice_can_be_cancelled_and_the_others_go_on():
+    runner = FakeRunner(num_blocks=32)
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        handle = engine.submit(ask([1, 2, 3], n=3, temperature=1.0, seed=9, max_tokens=8))
+        gate.wait()
+        handle.cancel(0)  # its prompt is being computed: another choice goes on with it
+        gate.step()
+        gate.wait()
+        handle.cancel(7)  # no such choice
+        gate.open()
+        result = handle.result()
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    assert [c.finish_reason for c in result.choices] == ["cancelled", "length", "length"]
+    assert [c.token_ids for c in result.choices] == [[], *(alone([1, 2, 3], params, 9, i)[0] for i in (1, 2))]
+
+
+def test_cancelling_what_has_ended_or_leaving_the_context_twice_is_harmless():
+    with Engine(FakeRunner()) as engine:
+        with engine.submit(ask([1])) as handle:
+            handle.result()
+        handle.cancel()
+        with engine.submit(ask([2], max_tokens=None)) as left:
+            next(iter(left))
+        with pytest.raises(Cancelled):
+            left.result()
+    handle.cancel()
+    assert handle.result().choices[0].token_ids == alone([1], GREEDY)[0]
+
+
+# events --------------------------------------------------------------------------------------------------------------------
+
+
+def test_on_event_hears_every_token_and_the_end():
+    heard: list[tuple[int | None, str | None]] = []
+    ended = threading.Event()
+
+    def hear(handle: RequestHandle, event: TokenEvent | None) -> None:
+        if event is None:
+            ended.set()
+        else:
+            heard.append((event.token_id, event.finish_reason))
+
+    with Engine(FakeRunner()) as engine:
+        handle = engine.submit(ask([1, 2], max_tokens=2), hear)
+        assert ended.wait(30)
+    assert heard == [(t, r) for t, r in zip(alone([1, 2], GREEDY)[0][:2], (None, "length"), strict=True)]
+    assert handle.done
+
+
+def test_what_on_event_raises_fails_that_request_only():
+    def broken(handle: RequestHandle, event: TokenEvent | None) -> None:
+        raise ValueError("a parser that fell over")
+
+    with Engine(FakeRunner()) as engine:
+        bad = engine.submit(ask([1, 2], request_id="bad"), broken)
+        good = engine.submit(ask([1, 2]))
+        with pytest.raises(EngineError, match="'bad' failed: ValueError: a parser that fell over"):
+            bad.result()
+        assert good.result().choices[0].token_ids == alone([1, 2], GREEDY)[0]
+        assert engine.healthy
+        assert engine.stats().requests_failed == 1
+
+
+def test_on_event_may_submit_and_close():
+    handles: list[RequestHandle] = []
+    done = threading.Event()
+
+    def resubmit(handle: RequestHandle, event: TokenEvent | None) -> None:
+        if event is None and len(handles) == 1:
+            handles.append(engine.submit(ask([5]), resubmit))
+        elif event is None:
+            engine.close()
+            done.set()
+
+    engine = Engine(FakeRunner())
+    handles.append(engine.submit(ask([4]), resubmit))
+    assert done.wait(30)
+    engine.close()
+    assert [h.result().choices[0].token_ids for h in handles] == [alone([t], GREEDY)[0] for t in (4, 5)]
+    assert engine._runner.closed
+
+
+def test_iterating_again_ends_at_once_and_a_result_may_time_out():
+    runner = FakeRunner()
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        handle = engine.submit(ask([1]))
+        with pytest.raises(TimeoutError, match="'r' has not ended"):
+            handle.result(0.001)
+        gate.open()
+        assert len(list(handle)) == 6
+        assert list(handle) == []
+
+
+# refusals ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"prompt_ids": [1, VOCAB]}, "prompt_ids"),
+        ({"prompt_ids": [-1]}, "prompt_ids"),
+        ({"prompt_ids": [True]}, "prompt_ids"),
+        ({"prompt_ids": [1.0]}, "prompt_ids"),
+        ({"prompt_ids": [10**6000]}, "prompt_ids"),
+        ({"prompt_ids": "text"}, "prompt_ids"),
+        ({"prompt_ids": np.array([1.5])}, "prompt_ids"),
+        ({"prompt_ids": np.array([[1]])}, "prompt_ids"),
+        ({"prompt_ids": np.array([2**40])}, "prompt_ids"),
+        ({"prompt_ids": np.array([-1])}, "prompt_ids"),
+        ({"end_ids": [VOCAB]}, "end_ids"),
+        ({"salt": "a b"}, "salt"),
+        ({"salt": "é"}, "salt"),
+        ({"salt": "x" * 129}, "salt"),
+        ({"salt": 5}, "salt"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": 2**31}, "priority"),
+        ({"prompt_index": -1}, "prompt_index"),
+        ({"params": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"params": SamplingParams(n=0)}, "n"),
+        ({"params": SamplingParams(stop_token_ids=[VOCAB])}, "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_is_refused_by_the_name_of_its_field(change, field):
+    with Engine(FakeRunner()) as engine:
+        with pytest.raises(InvalidRequest) as caught:
+            engine.submit(Request(**{"prompt_ids": [1], "params": GREEDY, **change}))
+        assert caught.value.who == field
+        assert len(caught.value.message) < 200
+        assert engine._num_queued == 0
+        assert engine.submit(ask([1])).result().choices[0].token_ids == alone([1], GREEDY)[0]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back():
+    runner = FakeRunner(max_sequences=1)
+    gate = Gate(runner)
+    with Engine(runner, max_queue=2) as engine:
+        handles = [engine.submit(ask([1]))]
+        gate.wait()
+        handles += [engine.submit(ask([t])) for t in (2, 3)]
+        assert engine.stats().waiting == 2
+        with pytest.raises(QueueFull, match="2 requests wait") as caught:
+            engine.submit(ask([4]))
+        assert 1 <= caught.value.fields["retry_after_s"] <= 60
+        gate.open()
+        for handle in handles:
+            handle.result()
+        engine.submit(ask([4])).result()
+
+
+@pytest.mark.parametrize("options", [{"n_ctx": 0}, {"n_ctx": 65}, {"max_queue": 0}, {"policy": "random"}])
+def test_options_that_do_not_fit_are_refused(options):
+    with pytest.raises(UsageError):
+        Engine(FakeRunner(), **options)
+
+
+def test_a_thread_that_cannot_start_is_an_error_of_ours(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(EngineError, match="can't start new thread"):
+        Engine(FakeRunner())
+
+
+# failures ------------------------------------------------------------------------------------------------------------------
+
+
+def fail_steps(which: set[int], error: Exception) -> Callable:
+    """A `before` that raises in the steps of these numbers."""
+    count = iter(range(10**9))
+
+    def before(batch) -> None:
+        if next(count) in which:
+            raise error
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ZeroDivisionError("boom"), EngineError),
+        (DeviceLost("the device was reset"), DeviceLost),
+        (OutOfMemory("no room", requested=5, free=1), OutOfMemory),
+    ],
+)
+def test_a_failed_step_fails_its_requests_and_spares_the_others(error, kind):
+    runner = FakeRunner(max_sequences=1, before=fail_steps({1}, error))
+    with Engine(runner) as engine:
+        bad, good = engine.submit(ask([1, 2], request_id="bad")), engine.submit(ask([1, 2]))
+        with pytest.raises(kind, match="request 'bad': a step failed: ") as caught:
+            bad.result()
+        assert caught.value is not error
+        assert isinstance(error, EngineError | OutOfMemory) or caught.value.__cause__ is error
+        assert good.result().choices[0].token_ids == alone([1, 2], GREEDY)[0]
+        assert engine.healthy
+    all_free(engine)
+
+
+def test_tokens_before_a_failure_are_delivered():
+    with Engine(FakeRunner(before=fail_steps({2}, ValueError("x")))) as engine:
+        events = iter(engine.submit(ask([1, 2])))
+        assert [next(events).token_id, next(events).token_id] == alone([1, 2], GREEDY)[0][:2]
+        with pytest.raises(EngineError):
+            next(events)
+
+
+def test_two_failures_and_a_success_do_not_make_it_unhealthy():
+    with Engine(FakeRunner(before=fail_steps({0, 1, 3, 4}, ValueError("x")))) as engine:
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                engine.submit(ask([1])).result()
+        assert engine.submit(ask([1], max_tokens=1)).result()
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                engine.submit(ask([1])).result()
+        assert engine.healthy
+        assert engine.submit(ask([1])).result()
+
+
+def test_the_third_failure_in_a_row_fails_everything():
+    runner = FakeRunner(max_sequences=1)
+    gate = Gate(runner)
+    engine = Engine(runner)
+    handles = [engine.submit(ask([t], request_id=f"r{t}")) for t in range(5)]
+    gate.wait()
+    runner.before = fail_steps({0, 1, 2}, ValueError("boom"))
+    late = engine.submit(ask([9], request_id="late"))
+    gate.open()
+    for handle in handles[1:]:
+        with pytest.raises(EngineError, match="boom"):
+            handle.result()
+    with pytest.raises(EngineError, match="3 steps in a row failed"):
+        late.result()
+    assert not engine.healthy
+    assert not engine.stats().healthy
+    with pytest.raises(EngineError, match="the engine is unhealthy: 3 steps"):
+        engine.submit(ask([1]))
+    engine.close()
+    all_free(engine)
+
+
+def test_rows_without_finite_logits_fail_their_request_only_and_are_not_found_again():
+    with Engine(FakeRunner(num_blocks=32, poison=[13])) as engine:
+        prompt = list(range(10))
+        good, bad = engine.submit(ask(prompt)), engine.submit(ask([*prompt, 13, *range(6)], request_id="bad"))
+        with pytest.raises(EngineError, match="'bad': the model gave no finite logit at position 17"):
+            bad.result()
+        assert good.result().choices[0].token_ids == alone(prompt, GREEDY)[0]
+        assert engine._blocks.find(np.array([*prompt, 13, *range(6)], np.int32)) == []
+        with pytest.raises(EngineError, match="at position 11"):
+            engine.submit(ask([*prompt, 13, 5, 6], prompt_logprobs=True)).result()
+        assert engine.healthy
+    all_free(engine)
+
+
+def test_an_executor_that_returns_too_few_ids_is_an_error():
+    class Short(FakeRunner):
+        def run(self, batch):
+            output = super().run(batch)
+            output.ids = output.ids[:-1]
+            return output
+
+    with Engine(Short()) as engine, pytest.raises(EngineError, match="sampled 1 rows and the executor returned 0"):
+        engine.submit(ask([1])).result()
+
+
+def test_an_executor_without_logits_cannot_give_log_probabilities():
+    class Blind(FakeRunner):
+        def run(self, batch):
+            output = super().run(batch)
+            output.logits = None
+            return output
+
+    with Engine(Blind()) as engine:
+        with pytest.raises(EngineError, match="gave no logits"):
+            engine.submit(ask([1], logprobs=1)).result()
+        assert engine.submit(ask([1])).result()
+
+
+def test_a_defect_of_the_thread_itself_leaves_nobody_waiting(monkeypatch):
+    engine = Engine(FakeRunner())
+
+    def fall(*_):
+        raise SystemExit("gone")
+
+    monkeypatch.setattr(engine._scheduler, "advance", fall)
+    with pytest.raises(EngineError, match="ended by a defect: SystemExit: gone"):
+        engine.submit(ask([1])).result()
+    with pytest.raises(EngineError, match="unhealthy"):
+        engine.submit(ask([1]))
+    assert not engine.healthy
+    engine.close()
+    assert engine._runner.closed
+
+
+# the end -------------------------------------------------------------------------------------------------------------------
+
+
+def test_close_cancels_what_runs_and_waits():
+    runner = FakeRunner(max_sequences=1)
+    gate = Gate(runner)
+    engine = Engine(runner)
+    handles = [engine.submit(ask([t])) for t in range(3)]
+    gate.wait()
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    gate.open()
+    closer.join(30)
+    assert not closer.is_alive()
+    for handle in handles:
+        with pytest.raises(Cancelled):
+            list(handle)
+    engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.submit(ask([1]))
+    all_free(engine)
+
+
+def test_what_closing_the_runner_raises_is_told_once():
+    class Stuck(FakeRunner):
+        def close(self):
+            raise OSError("cannot unmap")
+
+    engine = Engine(Stuck())
+    with pytest.raises(OSError, match="cannot unmap"):
+        engine.close()
+    engine.close()
+
+
+def test_two_engines_live_side_by_side():
+    with Engine(FakeRunner()) as one, Engine(FakeRunner(block_size=2, max_blocks=32, num_blocks=32)) as two:
+        handles = [e.submit(ask([t, t])) for t in range(4) for e in (one, two)]
+        assert [h.result().choices[0].token_ids for h in handles] == [alone([t, t], GREEDY)[0] for t in range(4) for _ in (one, two)]
+
+
+def test_an_idle_engine_sleeps():
+    """Without work the thread blocks on its condition, without a time limit: it wakes for a request and for nothing else."""
+    engine = Engine(FakeRunner())
+    asleep: Queue[tuple] = Queue()
+    wait = engine._wake.wait
+
+    def watched(*limit):
+        asleep.put(limit)
+        return wait(*limit)
+
+    engine._wake.wait = watched
+    with engine:
+        for _ in range(2):
+            engine.submit(ask([1])).result()
+            assert asleep.get(timeout=30) == ()
+        assert engine.stats().stalled_s == 0.0
+        assert all(limit == () for limit in asleep.queue)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_is_refused_and_cannot_hang():
+    with Engine(FakeRunner()) as engine:
+        handle = engine.submit(ask([1]))
+        handle.result()
+        script = [lambda: engine.submit(ask([1])), lambda: next(iter(handle)), handle.result]
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own warning about threads and fork
+            child = os.fork()
+        if child == 0:
+            for call in script:
+                try:
+                    call()
+                    os.write(writer, b"-")
+                except EngineError as error:
+                    os.write(writer, b"y" if "another process" in error.message else b"?")
+            handle.cancel()
+            engine.close()
+            engine._at_exit()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reader, 10) == b"yyy"
+        os.close(reader)
+        os.close(writer)
+        assert not engine._runner.closed
+        assert engine.submit(ask([1])).result()
+
+
+def test_the_interpreter_exits_cleanly_with_work_in_flight():
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from fake_runner import FakeRunner
+        from fastllm.core.engine import Engine
+        from fastllm.core.request import Request
+        from fastllm.core.sampling import SamplingParams
+
+        engine = Engine(FakeRunner(max_blocks=1000, num_blocks=1000))
+        handles = [engine.submit(Request([t], SamplingParams(max_tokens=3900))) for t in range(9)]
+        print(next(iter(handles[0])).index, flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), os.path.dirname(__file__)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+# soak ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_soak_random_requests_and_cancels_return_everything():
+    """500 requests from several threads, a fifth cancelled: right tokens, and blocks, threads, descriptors and memory as before."""
+    process = psutil.Process()
+    threads, files = threading.active_count(), process.num_fds()
+    runner = FakeRunner(num_blocks=10, max_blocks=8, max_sequences=4, max_tokens=12)
+    engine = Engine(runner, max_queue=1000)
+    wrong: list[str] = []
+
+    def client(seed: int, count: int) -> None:
+        draw = random.Random(seed)
+        handles = []
+        for number in range(count):
+            length = draw.randint(1, 24)
+            prompt = [p % 4 for p in range(length - 1)] + [draw.randrange(VOCAB)]
+            params = SamplingParams(
+                temperature=draw.choice([0.0, 1.0]), seed=number, n=draw.choice([1, 1, 1, 2]), max_tokens=draw.randint(1, 8),
+                prompt_logprobs=draw.random() < 0.1,
+            )  # fmt: skip
+            handle = engine.submit(Request(prompt, params, [0], f"{seed}.{number}", salt=draw.choice(["", "a"])))
+            handles.append((handle, prompt, params, draw.random() < 0.2))
+            for position, (other, *_, drop) in enumerate(handles):
+                if drop and position % 7 == number % 7:
+                    other.cancel()
+        for handle, prompt, params, drop in handles:
+            if drop:
+                handle.cancel()
+                continue
+            result = handle.result(120)
+            for index, choice in enumerate(result.choices):
+                if choice.token_ids != alone(prompt, params, params.seed, index, [0])[0]:
+                    wrong.append(handle.request_id)
+
+    def wave() -> None:
+        clients = [threading.Thread(target=client, args=(seed, 50)) for seed in range(5)]
+        for thread in clients:
+            thread.start()
+        for thread in clients:
+            thread.join()
+
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    wave()
+    before = objects()
+    wave()
+    assert objects() - before < 200, "objects of ended requests are kept"
+    assert not wrong
+    engine.close()
+    stats = engine.stats()
+    assert stats.requests_finished + stats.requests_cancelled == 500
+    assert stats.requests_cancelled > 20
+    assert stats.preemptions > 0
+    all_free(engine)
+    assert engine._blocks.num_free + engine._blocks.num_cached == 10
+    assert threading.active_count() == threads
+    assert process.num_fds() == files
