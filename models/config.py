@@ -20,6 +20,7 @@ from ..core.errors import ModelFileError, UnsupportedError
 __all__ = [
     "ACTIVATION_NAMES",
     "MAX_CONTEXT",
+    "MIN_THETA",
     "DecoderConfig",
     "Keys",
     "RopeConfig",
@@ -46,6 +47,7 @@ MAX_LAYERS = 4096
 MAX_HEADS = 65_536
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = (1 << 31) - 1
+MIN_THETA = 2.0
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,13 @@ class Keys:
         value = self.raw(key, default)
         if value is None:
             raise self.missing(key)
-        if isinstance(value, (list, tuple, np.ndarray)):
-            distinct = {v.item() if isinstance(v, np.generic) else v for v in value} if len(value) else set()
-            if len(distinct) != 1:
+        if isinstance(value, (list, np.ndarray)):
+            items = value.tolist() if isinstance(value, np.ndarray) else value
+            if not items or any(type(item) is not int for item in items):
+                raise self.wrong(key, "an integer, or one for every layer")
+            if any(item != items[0] for item in items):
                 raise self.unsupported(key, "the same value for every layer")
-            value = distinct.pop()
+            value = items[0]
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(key, f"an integer from {low} to {high}", value)
         return value
@@ -181,7 +185,7 @@ class Keys:
         value = self.raw(key, default)
         if value is None:
             raise self.missing(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # NaN fails, too
             raise self.wrong(key, f"a number from {low:g} to {high:g}", value)
         return float(value)
 
@@ -211,7 +215,7 @@ class Keys:
         if not isinstance(value, list) or len(value) != length:
             raise self.wrong(key, f"a list of {length} numbers")
         for item in value:
-            if isinstance(item, bool) or not isinstance(item, (int, float)) or not math.isfinite(item) or item <= 0:
+            if isinstance(item, bool) or not isinstance(item, (int, float)) or not 0 < item <= 1e30:
                 raise self.wrong(key, "a list of positive finite numbers", item)
         return tuple(float(v) for v in value)
 
@@ -311,7 +315,7 @@ def layer_types_from_hf(keys: Keys, default: Callable[[int], bool]) -> tuple[str
         return tuple("sliding" if default(i) else "full" for i in range(count))
     names = {"full_attention": "full", "sliding_attention": "sliding"}
     for item in listed:
-        if item not in names:
+        if not isinstance(item, str) or item not in names:
             raise UnsupportedError(
                 f"'layer_types' holds {_shown(item)}, which this family does not know",
                 who=keys.who,
@@ -343,8 +347,8 @@ def rope_from_hf(keys: Keys, table: Keys | None, head_dim: int, max_position: in
     """Rotary embedding from `rope_parameters` or `rope_scaling` (table) and the older top-level `rope_theta`."""
     table = table if table is not None else Keys({}, who=keys.who)
     if theta is None:
-        theta = keys.number("rope_theta", 10_000.0, low=1.0)
-    theta = table.number("rope_theta", theta, low=1.0)
+        theta = keys.number("rope_theta", 10_000.0, low=MIN_THETA)
+    theta = table.number("rope_theta", theta, low=MIN_THETA)
     part = table.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0, high=1.0), high=1.0)
     rotary_dim = int(head_dim * part)
     if rotary_dim < 2 or rotary_dim % 2:
@@ -445,7 +449,7 @@ def rope_from_gguf(keys: Keys, head_dim: int, max_position: int, style: str) -> 
         scaling = "linear"
     original = keys.integer("rope.scaling.original_context_length", max_position, high=MAX_CONTEXT)
     base: dict[str, Any] = {
-        "theta": keys.number("rope.freq_base", 10_000.0, low=1.0),
+        "theta": keys.number("rope.freq_base", 10_000.0, low=MIN_THETA),
         "rotary_dim": rotary_dim,
         "style": style,
         "scaling": scaling,

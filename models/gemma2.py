@@ -66,6 +66,8 @@ def layer_types_from_gguf(keys: Keys, period: int) -> tuple[str, ...]:
     count, listed = keys.integer("block_count"), keys.raw("attention.sliding_window_pattern")
     if listed is not None and not isinstance(listed, int):
         flags = keys.layer_flags("attention.sliding_window_pattern", count) or []
+        if any(flag not in (0, 1) for flag in flags):
+            raise keys.wrong("attention.sliding_window_pattern", "a period, or true and false for every layer")
         return tuple("sliding" if flag else "full" for flag in flags)
     period = keys.integer("attention.sliding_window_pattern", period)
     return tuple("full" if (i + 1) % period == 0 else "sliding" for i in range(count))

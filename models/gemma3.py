@@ -13,6 +13,7 @@ from typing import Any
 from ..core.weights import TensorSource
 from .config import (
     MAX_CONTEXT,
+    MIN_THETA,
     DecoderConfig,
     Keys,
     RopeConfig,
@@ -47,7 +48,7 @@ def from_hf(keys: Keys) -> DecoderConfig:
     both = keys.table("rope_parameters")
     full = both.table("full_attention") if both is not None else keys.table("rope_scaling")
     local = both.table("sliding_attention") if both is not None else None
-    local_theta = keys.number("rope_local_base_freq", LOCAL_THETA, low=1.0)
+    local_theta = keys.number("rope_local_base_freq", LOCAL_THETA, low=MIN_THETA)
     period = keys.integer("sliding_window_pattern", PERIOD)
     return decoder_from_hf(
         keys,
@@ -79,7 +80,7 @@ def from_gguf(keys: Keys, tensors: Mapping[str, TensorSource], vocab_size: int) 
         embed_multiplier=float(hidden) ** 0.5,
         sliding_window=window,
         layer_types=layer_types_from_gguf(keys, PERIOD) if window else (),
-        local_rope=RopeConfig(keys.number("rope.freq_base_swa", LOCAL_THETA, low=1.0), head_dim),
+        local_rope=RopeConfig(keys.number("rope.freq_base_swa", LOCAL_THETA, low=MIN_THETA), head_dim),
         final_softcap=keys.number("final_logit_softcapping", 0.0),
         **own,
     )

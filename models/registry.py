@@ -179,7 +179,8 @@ def _renamed(ref: WeightRef, prefix: str, head_prefix: str) -> WeightRef:
 
 
 def _check(graph: Graph, refs: Mapping[str, WeightRef], sources: Mapping[str, TensorSource]) -> None:
-    """Every weight exists and has the shape that the graph declares; no data is touched."""
+    """Every weight exists and has the shape that the graph declares, and fused tensors are used whole; no data is touched."""
+    taken: dict[str, int] = {}
     for value in graph.of_kind("weight"):
         if value.view is not None:
             continue
@@ -197,6 +198,15 @@ def _check(graph: Graph, refs: Mapping[str, WeightRef], sources: Mapping[str, Te
             raise ModelFileError(
                 f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it ('{value.name}')",
                 who=src.file,
+                fix="the configuration and the weights do not belong together; download the model again",
+            )
+        if ref.rows is not None or ref.row_index is not None:
+            taken[src.name] = taken.get(src.name, 0) + rows
+    for name, rows in taken.items():
+        if rows != sources[name].shape[0]:
+            raise ModelFileError(
+                f"tensor '{name}' has shape {list(sources[name].shape)}, but the configuration accounts for {rows} of its rows",
+                who=sources[name].file,
                 fix="the configuration and the weights do not belong together; download the model again",
             )
 
