@@ -15,53 +15,26 @@ shares the batch, however its prompt is cut, found or computed again.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import numpy as np
-
-from . import _kernels
 from .errors import Cancelled, EngineError, FastLLMError, QueueFull, UsageError
+from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
-from .request import Request, RequestHandle, Timings, TokenEvent, TokenLogprobs, check_request
-from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, stream_id
-from .scheduler import ScheduledStep, Scheduler, Sequence, Slice
-from .step import StepBatch
+from .request import Request, RequestHandle, TokenEvent, check_request
+from .runner import StepOutput, StepRunner
+from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed
+from .scheduler import ScheduledStep, Scheduler, Slice
 
-__all__ = ["Engine", "EngineStats", "StepOutput", "StepRunner"]
+__all__ = ["Engine", "EngineStats"]
 
 FAILURES_IN_A_ROW: Final = 3
 EXIT_WAIT_S: Final = 5.0  # at the interpreter's exit: how long a step that runs may still take
-
-
-class StepOutput(Protocol):
-    """What a step gives: ids i32 [R] (None if there was no sampler), logits f32 [R, V], valid until the next run, or None."""
-
-    @property
-    def ids(self) -> np.ndarray | None: ...
-    @property
-    def logits(self) -> np.ndarray | None: ...
-
-
-class StepRunner(Protocol):
-    """What the engine needs of an executor. Called by one thread; `close` returns its memory."""
-
-    block_size: int
-    num_blocks: int
-    max_blocks: int  # columns of the block table
-    max_tokens: int
-    max_sequences: int
-    max_rows: int
-
-    @property
-    def vocab_size(self) -> int: ...
-    def run(self, batch: StepBatch) -> StepOutput: ...
-    def copy_block(self, src: int, dst: int) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +49,7 @@ class EngineStats:
     blocks_total: int
     prefix_hit_tokens: int
     prefix_looked_up_tokens: int
-    prompt_tokens: int
+    tokens_computed: int
     tokens_generated: int
     preemptions: int
     steps: int
@@ -85,54 +58,6 @@ class EngineStats:
     requests_cancelled: int
     stalled_s: float
     healthy: bool
-
-
-class _Choice:
-    """One choice of a request, from the engine's side."""
-
-    __slots__ = ("finished", "index", "job", "num_generated", "sampler", "sequence")
-
-    def __init__(self, job: _Job, index: int, sequence: Sequence, sampler: SamplerState):
-        self.job, self.index, self.sequence, self.sampler = job, index, sequence, sampler
-        self.num_generated, self.finished = 0, False
-        sequence.owner = self
-
-
-class _Job:
-    """A request in the engine: its handle, choices, stop ids and times."""
-
-    def __init__(self, handle: RequestHandle, prompt: np.ndarray, room: int, vocab_size: int):
-        """prompt: i32 [n]; room: tokens that still fit the context."""
-        request, params = handle.request, handle.params
-        ends = () if params.ignore_eos else tuple(request.end_ids)
-        self.handle, self.prompt = handle, prompt
-        self.max_new = room if params.max_tokens is None else min(params.max_tokens, room)
-        self.stop_ids = frozenset({*ends, *(params.stop_token_ids or ())})
-        self.num_top = None if params.logprobs is None else min(params.logprobs, vocab_size)
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if params.prompt_logprobs else None
-        self.choices = []
-        for index in range(params.n or 1):
-            rows = self.prompt_logprobs is not None and index == 0
-            sequence = Sequence(None, prompt, max_new=self.max_new, salt=request.salt, prompt_rows=rows)
-            sampler = SamplerState(params, prompt, handle.seed, stream_id(request.prompt_index, index), ends)
-            self.choices.append(_Choice(self, index, sequence, sampler))
-        self.submitted_at = time.monotonic()
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at = self.submitted_at
-
-    def timings(self) -> Timings:
-        """Times and counts so far."""
-        first, started = self.first_token_at, self.started_at
-        return Timings(
-            queue_s=0.0 if started is None else started - self.submitted_at,
-            ttft_s=0.0 if first is None else first - self.submitted_at,
-            prompt_s=0.0 if first is None or started is None else first - started,
-            decode_s=0.0 if first is None else self.last_token_at - first,
-            prompt_tokens=len(self.prompt),
-            cached_tokens=self.choices[0].sequence.num_cached,
-            decode_tokens=sum(choice.num_generated for choice in self.choices),
-        )
 
 
 class Engine:
@@ -164,15 +89,15 @@ class Engine:
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
-        self._wake = threading.Condition()  # guards the next five
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()  # guards the next four
         self._inbox: list[tuple[Any, ...]] = []  # (job,) or (handle, index) to cancel, in order
         self._num_queued = 0  # requests submitted and not yet started
-        self._num_requests = 0
         self._closing = False
         self._broken: EngineError | None = None
-        self._jobs: dict[RequestHandle, _Job] = {}
+        self._jobs: dict[RequestHandle, Job] = {}
         self._failures = 0
-        self._steps = self._prompt_tokens = self._generated = 0
+        self._steps = self._computed = self._generated = 0
         self._finished = self._failed = self._cancelled = 0
         self._request_s = 1.0  # how long a request takes, a running mean
         self._progress_at = time.monotonic()
@@ -205,7 +130,7 @@ class Engine:
         prompt = check_request(request, self._runner.vocab_size, self.n_ctx)
         params = request.params.merged_with(BUILT_IN)
         handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event)
-        job = _Job(handle, prompt, self.n_ctx - len(prompt), self._runner.vocab_size)
+        job = Job(handle, prompt, self.n_ctx - len(prompt), self._runner.vocab_size, next(self._numbers))
         with self._wake:
             if self._broken is not None:
                 raise _again(self._broken, f"the engine is unhealthy: {self._broken.message}")
@@ -218,10 +143,7 @@ class Engine:
                     fix="try again later, or start with a longer --max-queue",
                     retry_after_s=min(max(round(wait_s), 1), 60),
                 )
-            self._num_requests += 1
             self._num_queued += 1
-            for choice in job.choices:
-                choice.sequence.rank = (request.priority, self._num_requests, choice.index)
             self._inbox.append((job,))
             self._wake.notify()
         return handle
@@ -249,7 +171,7 @@ class Engine:
             blocks_total=blocks.num_blocks,
             prefix_hit_tokens=blocks.hit_tokens,
             prefix_looked_up_tokens=blocks.looked_up_tokens,
-            prompt_tokens=self._prompt_tokens,
+            tokens_computed=self._computed,
             tokens_generated=self._generated,
             preemptions=scheduler.num_preemptions,
             steps=self._steps,
@@ -321,7 +243,7 @@ class Engine:
             elif (job := self._jobs.get(item[0])) is not None:
                 self._cancel(job, item[1])
 
-    def _admit(self, job: _Job) -> None:
+    def _admit(self, job: Job) -> None:
         self._jobs[job.handle] = job
         first, *others = [choice.sequence for choice in job.choices]
         if self.stateful:
@@ -331,7 +253,7 @@ class Engine:
             first.siblings = others
         self._scheduler.add(first)
 
-    def _cancel(self, job: _Job, index: int | None) -> None:
+    def _cancel(self, job: Job, index: int | None) -> None:
         if index is None:
             self._cancelled += 1
             self._end_job(job, job.handle.cancelled())
@@ -367,6 +289,7 @@ class Engine:
             return
         self._failures = 0
         self._steps += 1
+        self._computed += len(step.batch.ids)
         self._progress_at = time.monotonic()
         self._take_inbox()
         self._scheduler.advance(step)
@@ -389,85 +312,37 @@ class Engine:
                     states.append(part.sequence.owner.sampler)
         return states
 
-    def _deliver(self, choice: _Choice, part: Slice, ids: list[int], result: StepOutput) -> None:
-        """Takes a slice's rows: log-probabilities of the prompt, and the next token."""
-        job, sequence = choice.job, part.sequence
-        num_prompt_rows = part.num_rows - part.samples
-        if num_prompt_rows:
-            self._take_prompt_logprobs(job, part, num_prompt_rows, result)
-        if not part.samples:
+    def _deliver(self, choice: JobChoice, part: Slice, ids: list[int], result: StepOutput) -> None:
+        """Hands out what a slice's rows say."""
+        job, before = choice.job, choice.num_generated
+        try:
+            event = job.take(choice, part, ids, result, self._progress_at)
+        except NotFinite:
+            for other in job.choices:
+                if other.sequence.blocks is not None:
+                    self._blocks.forget(other.sequence.blocks)
+            raise
+        if event is None:
             return
-        row = part.first_row + num_prompt_rows
-        token = ids[row]
-        if not 0 <= token < self._runner.vocab_size:
-            raise self._not_finite(job, sequence.num_tokens)
-        if job.first_token_at is None:
-            job.first_token_at = self._progress_at
-            self._prompt_tokens += len(job.prompt)
-        job.last_token_at = self._progress_at
-        prompt_logprobs = None
-        if job.prompt_logprobs is not None and len(job.prompt_logprobs) == len(job.prompt):
-            prompt_logprobs, job.prompt_logprobs = job.prompt_logprobs, None
-        if job.max_new == 0:
-            event = TokenEvent(None, choice.index, "length", prompt_logprobs=prompt_logprobs)
-        else:
-            sequence.append(token)
-            choice.num_generated += 1
-            choice.sampler.append(token)
-            self._generated += 1
-            reason = "stop" if token in job.stop_ids else "length" if choice.num_generated == job.max_new else None
-            event = TokenEvent(token, choice.index, reason, prompt_logprobs=prompt_logprobs)
-            if job.num_top is not None:
-                entry = self._logprobs(job, sequence.num_tokens, result, row, np.array([token], np.int32))[0]
-                event.logprob, event.top_logprobs = entry.logprob, entry.top
+        self._generated += choice.num_generated - before
         self._emit(job, event)
         if event.finish_reason is not None:
             self._finish_choice(choice)
 
-    def _take_prompt_logprobs(self, job: _Job, part: Slice, count: int, result: StepOutput) -> None:
-        if job.prompt_logprobs is None:
-            return
-        first = part.start + part.num_tokens - part.num_rows  # position of the first row; its logits are about the token after it
-        ids = job.prompt[first + 1 : first + 1 + count]
-        job.prompt_logprobs += self._logprobs(job, first + 1, result, part.first_row, ids)
-
-    def _logprobs(self, job: _Job, position: int, result: StepOutput, row: int, ids: np.ndarray) -> list[TokenLogprobs]:
-        """Of ids (i32 [k]) by the k rows of logits from `row` on; position: of the first id, for the error."""
-        if result.logits is None:
-            raise EngineError("the executor gave no logits, but log-probabilities were asked for")
-        chosen, top_ids, top = _kernels.logprobs(result.logits[row : row + len(ids)], ids, job.num_top or 0)
-        bad = np.isnan(chosen)
-        if bad.any():
-            raise self._not_finite(job, position + int(bad.argmax()))
-        return [
-            TokenLogprobs(token, value, tuple(zip(others, values, strict=True)))
-            for token, value, others, values in zip(ids.tolist(), chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True)
-        ]
-
-    def _not_finite(self, job: _Job, position: int) -> EngineError:
-        for choice in job.choices:
-            if choice.sequence.blocks is not None:
-                self._blocks.forget(choice.sequence.blocks)
-        return EngineError(
-            f"request '{job.handle.request_id}': the model gave no finite logit at position {position}",
-            why="NaN or infinity in the weights or in the arithmetic",
-            fix="fastllm verify --deep MODEL",
-        )
-
-    def _emit(self, job: _Job, event: TokenEvent) -> None:
+    def _emit(self, job: Job, event: TokenEvent) -> None:
         job.handle.timings = job.timings() if event.finish_reason else job.handle.timings
         job.handle.deliver(event)
 
-    def _finish_choice(self, choice: _Choice) -> None:
+    def _finish_choice(self, choice: JobChoice) -> None:
         choice.finished = True
         self._scheduler.remove(choice.sequence)
-        if all(other.finished for other in choice.job.choices):
+        if choice.job.finished:
             self._finished += 1
             self._end_job(choice.job, None)
 
     # ends -------------------------------------------------------------------------------------------------------------
 
-    def _end_job(self, job: _Job, error: FastLLMError | None) -> None:
+    def _end_job(self, job: Job, error: FastLLMError | None) -> None:
         if self._jobs.pop(job.handle, None) is None:
             return
         for choice in job.choices:
@@ -481,7 +356,7 @@ class Engine:
             self._request_s += 0.1 * (time.monotonic() - job.started_at - self._request_s)
         job.handle.finish(error, job.timings())
 
-    def _fail_job(self, job: _Job, error: Exception) -> None:
+    def _fail_job(self, job: Job, error: Exception) -> None:
         self._failed += job.handle in self._jobs
         if not isinstance(error, FastLLMError):
             name = job.handle.request_id

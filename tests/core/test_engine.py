@@ -208,7 +208,7 @@ def test_timings_and_counts():
     assert 0 <= timings.queue_s <= timings.ttft_s
     assert timings.ttft_s == pytest.approx(timings.queue_s + timings.prompt_s)
     assert timings.decode_s > 0
-    assert (stats.tokens_generated, stats.prompt_tokens, stats.requests_finished, stats.steps) == (12, 18, 2, 12)
+    assert (stats.tokens_generated, stats.tokens_computed, stats.requests_finished, stats.steps) == (12, 20, 2, 12)
     assert (stats.prefix_hit_tokens, stats.prefix_looked_up_tokens) == (8, 18)
     assert stats.healthy
 

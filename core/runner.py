@@ -1,0 +1,50 @@
+"""What the engine needs of an executor, as protocols: the engine imports no plan, no backend and no device.
+
+`executor.Executor` fits; tests use a model that is a hash of its context.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from .step import StepBatch
+
+__all__ = ["StepOutput", "StepRunner"]
+
+
+class StepOutput(Protocol):
+    """What a step gives."""
+
+    @property
+    def ids(self) -> np.ndarray | None:
+        """i32 [R], −1 where a row had no finite logit; None if the batch had no sampler."""
+
+    @property
+    def logits(self) -> np.ndarray | None:
+        """f32 [R, V], valid until the next run; None where the executor keeps them on its device."""
+
+
+class StepRunner(Protocol):
+    """A loaded model that runs steps. Called by one thread at a time."""
+
+    block_size: int  # tokens of a cache block
+    num_blocks: int
+    max_blocks: int  # columns of the block table
+    max_tokens: int  # of a step
+    max_sequences: int
+    max_rows: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of a row of logits."""
+
+    def run(self, batch: StepBatch) -> StepOutput:
+        """Computes the batch's tokens, stores their keys and values, samples its rows. Any exception means: nothing to use."""
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copies one cache block in every layer, before the next run."""
+
+    def close(self) -> None:
+        """Returns all memory."""
