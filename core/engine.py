@@ -63,8 +63,8 @@ class EngineStats:
 class Engine:
     """Runs requests on a StepRunner, which it owns from here on: `close` closes it.
 
-    policy: `fcfs` or `shortest-remaining`. max_queue: requests that may wait. n_ctx: the longest sequence, at most what runner and
-    cache hold (the default). prefix_cache: find prompts again. stateful: the model keeps recurrent state outside the blocks, so
+    policy: `fcfs` or `shortest-remaining`. max_queue: requests that may wait. max_context: tokens of the longest sequence, at most
+    what runner and cache hold (the default). prefix_cache: find prompts again. stateful: the model keeps recurrent state outside the blocks, so
     prompts are neither found again nor shared by the choices of a request. A context manager.
     """
 
@@ -74,15 +74,15 @@ class Engine:
         *,
         policy: str = "fcfs",
         max_queue: int = 256,
-        n_ctx: int | None = None,
+        max_context: int | None = None,
         prefix_cache: bool = True,
         stateful: bool = False,
     ):
         """Starts the thread. Raises UsageError for options that do not fit, EngineError if no thread can be started."""
         room = min(runner.max_blocks, runner.num_blocks) * runner.block_size
-        self.n_ctx = room if n_ctx is None else n_ctx
-        if not 1 <= self.n_ctx <= room:
-            raise UsageError(f"a context of {n_ctx} tokens; the cache was planned for 1 to {room}", fix=f"--ctx {room}")
+        self.max_context = room if max_context is None else max_context
+        if not 1 <= self.max_context <= room:
+            raise UsageError(f"a context of {max_context} tokens; the cache was planned for 1 to {room}", fix=f"--ctx {room}")
         if max_queue < 1:
             raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="--max-queue 256")
         self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
@@ -127,10 +127,10 @@ class Engine:
                 "this engine belongs to another process: its thread does not survive a fork",
                 fix="load the model in the process that uses it, or start processes with the method 'spawn'",
             )
-        prompt = check_request(request, self._runner.vocab_size, self.n_ctx)
+        prompt = check_request(request, self._runner.vocab_size, self.max_context)
         params = request.params.merged_with(BUILT_IN)
         handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event)
-        job = Job(handle, prompt, self.n_ctx - len(prompt), self._runner.vocab_size, next(self._numbers))
+        job = Job(handle, prompt, self.max_context - len(prompt), self._runner.vocab_size, next(self._numbers))
         with self._wake:
             if self._broken is not None:
                 raise _again(self._broken, f"the engine is unhealthy: {self._broken.message}")
@@ -151,8 +151,9 @@ class Engine:
     def _ask_cancel(self, handle: RequestHandle, index: int | None) -> None:
         if os.getpid() == self._pid:
             with self._wake:
-                self._inbox.append((handle, index))
-                self._wake.notify()
+                if not self._closing:
+                    self._inbox.append((handle, index))
+                    self._wake.notify()
 
     @property
     def healthy(self) -> bool:
@@ -262,8 +263,7 @@ class Engine:
             for other in job.choices:
                 if choice.sequence in other.sequence.siblings:
                     other.sequence.siblings.remove(choice.sequence)
-            self._emit(job, TokenEvent(None, index, "cancelled"))
-            self._finish_choice(choice)
+            self._emit(choice, TokenEvent(None, index, "cancelled"))
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -299,7 +299,7 @@ class Engine:
                 continue
             try:
                 self._deliver(choice, part, ids, result)
-            except Exception as error:  # on_event, or too little memory for log-probabilities: this request's matter
+            except Exception as error:  # not finite, or too little memory for log-probabilities: this request's matter
                 self._fail_job(choice.job, error)
 
     def _sampler_states(self, step: ScheduledStep) -> list[SamplerState]:
@@ -322,16 +322,22 @@ class Engine:
                 if other.sequence.blocks is not None:
                     self._blocks.forget(other.sequence.blocks)
             raise
-        if event is None:
+        if event is not None:
+            self._generated += choice.num_generated - before
+            self._emit(choice, event)
+
+    def _emit(self, choice: JobChoice, event: TokenEvent) -> None:
+        """Passes an event on, and ends the choice with its last. What `on_event` raises fails the request."""
+        job = choice.job
+        if event.finish_reason is not None:
+            job.handle.timings = job.timings()
+        try:
+            job.handle.deliver(event)
+        except Exception as error:
+            self._fail_job(job, error)
             return
-        self._generated += choice.num_generated - before
-        self._emit(job, event)
         if event.finish_reason is not None:
             self._finish_choice(choice)
-
-    def _emit(self, job: Job, event: TokenEvent) -> None:
-        job.handle.timings = job.timings() if event.finish_reason else job.handle.timings
-        job.handle.deliver(event)
 
     def _finish_choice(self, choice: JobChoice) -> None:
         choice.finished = True

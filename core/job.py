@@ -13,7 +13,7 @@ from . import _kernels
 from .errors import EngineError
 from .request import RequestHandle, Timings, TokenEvent, TokenLogprobs
 from .runner import StepOutput
-from .sampling import SamplerState, stream_id
+from .sampling import SamplerState
 from .scheduler import Sequence, Slice
 
 __all__ = ["Job", "JobChoice", "NotFinite"]
@@ -55,7 +55,7 @@ class Job:
             rank = (request.priority, number, index)
             rows = self.prompt_logprobs is not None and index == 0
             sequence = Sequence(None, prompt, rank=rank, max_new=self.max_new, salt=request.salt, prompt_rows=rows)
-            sampler = SamplerState(params, prompt, handle.seed, stream_id(request.prompt_index, index), ends)
+            sampler = SamplerState(params, prompt, handle.seed, request.stream + index, ends)
             self.choices.append(JobChoice(self, index, sequence, sampler))
         self.submitted_at = time.monotonic()
         self.started_at: float | None = None
@@ -76,7 +76,7 @@ class Job:
             prompt_s=0.0 if first is None or started is None else first - started,
             decode_s=0.0 if first is None else self.last_token_at - first,
             prompt_tokens=len(self.prompt),
-            cached_tokens=self.choices[0].sequence.num_cached,
+            cached_tokens=max(self.choices[0].sequence.num_cached, 0),
             decode_tokens=sum(choice.num_generated for choice in self.choices),
         )
 

@@ -29,8 +29,8 @@ class Request:
 
     prompt_ids: token ids, at least one. end_ids: every id that ends an answer of this model (`ignore_eos` disregards them;
     `params.stop_token_ids` always stop). request_id: shown in errors. salt: prompts share cached blocks only under an equal salt.
-    priority: smaller runs earlier. prompt_index: number of the prompt in a call with several, so that each has random streams of its
-    own under one seed.
+    priority: smaller runs earlier. stream: the random stream of the first choice, choice i has stream + i; a call with several
+    prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -39,7 +39,7 @@ class Request:
     request_id: str = ""
     salt: str = ""
     priority: int = 0
-    prompt_index: int = 0
+    stream: int = 0
 
 
 def check_request(request: Request, vocab_size: int, n_ctx: int) -> np.ndarray:
@@ -56,10 +56,10 @@ def check_request(request: Request, vocab_size: int, n_ctx: int) -> np.ndarray:
     salt = request.salt
     if not isinstance(salt, str) or len(salt) > MAX_SALT or not all("!" <= c <= "~" for c in salt):
         raise InvalidRequest(f"the salt must be at most {MAX_SALT} visible ASCII characters", who="salt", param="salt")
-    for name in ("priority", "prompt_index"):
+    for name, low, high in (("priority", -(2**31), 2**31 - 1), ("stream", 0, 2**63)):
         value = getattr(request, name)
-        if type(value) is not int or not -(2**31) <= value < 2**31 or (name == "prompt_index" and value < 0):
-            raise InvalidRequest(f"{name} is {value!r}; it must be an integer of 32 bits", who=name, param=name)
+        if type(value) is not int or not low <= value <= high:
+            raise InvalidRequest(f"{name} must be an integer from {low} to {high}", who=name, param=name)
     if len(prompt) + (request.params.max_tokens != 0) > n_ctx:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and leaves no room for a new one: the limit is {n_ctx}",

@@ -77,7 +77,7 @@ class Sequence:
         self.tokens = np.empty(len(prompt_ids) + min(max_new, 256), I32)  # [capacity], num_tokens of them known
         self.tokens[: len(prompt_ids)] = prompt_ids
         self.num_computed = 0  # tokens whose keys and values are in the cache
-        self.num_cached = 0  # prompt tokens that were found in the cache when it first started
+        self.num_cached = -1  # prompt tokens that were found in the cache when it first started; −1: it has not
         self.num_prompt_rows = 0  # prompt positions, but the last, whose logits have been given
         self.slot = -1  # place among the running, and slot of recurrent state; −1: waiting
         self.blocks: SequenceBlocks | None = None
@@ -234,7 +234,7 @@ class Scheduler:
                     return
             del self.waiting[0]
             sequence.blocks, cached = self.blocks.open(tokens, sequence.salt, read_cache=not sequence.prompt_rows)
-            if sequence.num_tokens == sequence.num_prompt and not sequence.num_cached:
+            if sequence.num_cached < 0:
                 sequence.num_cached = cached
             self._start(sequence, cached)
 

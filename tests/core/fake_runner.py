@@ -117,6 +117,8 @@ class FakeRunner:
         last = batch.query_start[1:] - 1
         assert (batch.context_len == batch.positions[last] + 1).all()
         assert all(1 <= n <= c for n, c in zip(np.diff(batch.query_start), batch.context_len, strict=True))
+        for table, length in zip(batch.block_table, batch.context_len, strict=True):
+            assert not table[-(-int(length) // self.block_size) :].any(), "unused entries of the block table are 0"
         self.memory[batch.slots] = batch.ids.astype(np.int64) * 100_003 + batch.positions
         if self.stateful:
             self._move_states(batch)

@@ -32,7 +32,7 @@ from fastllm.core.errors import (
     UsageError,
 )
 from fastllm.core.request import Request, RequestHandle, TokenEvent
-from fastllm.core.sampling import SamplingParams
+from fastllm.core.sampling import SamplingParams, stream_id
 
 from .fake_runner import VOCAB, FakeRunner, alone, next_logits
 
@@ -94,7 +94,7 @@ def test_seeded_choices_are_streams_of_their_own():
     params = SamplingParams(temperature=1.0, seed=-5, n=4, max_tokens=8)
     with Engine(FakeRunner(num_blocks=32, max_sequences=2)) as engine:
         result = engine.submit(Request([4, 5, 6, 7, 8], params)).result()
-        other = engine.submit(Request([4, 5, 6, 7, 8], params, prompt_index=1)).result()
+        other = engine.submit(Request([4, 5, 6, 7, 8], params, stream=stream_id(1, 0))).result()
     want = [alone([4, 5, 6, 7, 8], params, (-5) % 2**64, i)[0] for i in range(4)]
     assert [c.token_ids for c in result.choices] == want
     assert len({tuple(c.token_ids) for c in result.choices + other.choices}) == 8
@@ -152,7 +152,7 @@ def test_the_context_limit_ends_an_answer_and_a_full_prompt_is_refused():
         with pytest.raises(ContextOverflow) as caught:
             engine.submit(ask(list(range(12))))
         assert caught.value.fields == {"n_prompt_tokens": 12, "n_ctx": 12}
-    with Engine(FakeRunner(), n_ctx=5) as engine, pytest.raises(ContextOverflow, match="limit is 5"):
+    with Engine(FakeRunner(), max_context=5) as engine, pytest.raises(ContextOverflow, match="limit is 5"):
         engine.submit(ask([1, 2, 3, 4, 5]))
 
 
@@ -191,7 +191,7 @@ def test_prompt_log_probabilities_cover_the_prompt_whatever_the_cache_holds(n):
 
 
 def test_an_echo_of_the_prompt_generates_nothing_and_may_fill_the_context():
-    with Engine(FakeRunner(), n_ctx=6) as engine:
+    with Engine(FakeRunner(), max_context=6) as engine:
         handle = engine.submit(ask([1, 2, 3, 4, 5, 6], max_tokens=0, prompt_logprobs=True))
         (event,) = list(handle)
     assert (event.token_id, event.finish_reason, len(event.prompt_logprobs)) == (None, "length", 6)
@@ -233,7 +233,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_happens_around_it(data)
     with Engine(runner, policy=policy, prefix_cache=draw(st.booleans()), stateful=stateful) as engine:
         pending = []
         for number in range(draw(st.integers(1, 8))):
-            length = draw(st.integers(1, engine.n_ctx - 1))
+            length = draw(st.integers(1, engine.max_context - 1))
             prompt = [p % 5 for p in range(length - 1)] + [draw(st.integers(0, VOCAB - 1))]
             params = SamplingParams(
                 temperature=draw(st.sampled_from([0.0, 1.0])),
@@ -250,7 +250,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_happens_around_it(data)
                 pending.append((handle, prompt, params))
         for handle, prompt, params in pending:
             for index, choice in enumerate(handle.result(60).choices):
-                assert (choice.token_ids, choice.finish_reason) == alone(prompt, params, params.seed, index, ends, engine.n_ctx)
+                assert (choice.token_ids, choice.finish_reason) == alone(prompt, params, params.seed, index, ends, engine.max_context)
             if params.prompt_logprobs:
                 assert len(handle.result().prompt_logprobs) == len(prompt)
     all_free(engine)
@@ -364,6 +364,25 @@ def test_what_on_event_raises_fails_that_request_only():
         assert engine.stats().requests_failed == 1
 
 
+def test_what_on_event_raises_at_a_cancelled_choice_fails_that_request_only():
+    runner = FakeRunner()
+    gate = Gate(runner)
+
+    def broken(handle: RequestHandle, event: TokenEvent | None) -> None:
+        if event is not None and event.finish_reason == "cancelled":
+            raise ValueError("fell over")
+
+    with Engine(runner) as engine:
+        bad = engine.submit(ask([1, 2], n=2), broken)
+        gate.wait()
+        bad.cancel(1)
+        gate.open()
+        with pytest.raises(EngineError, match="fell over"):
+            bad.result()
+        assert engine.healthy
+        assert engine.submit(ask([1, 2])).result().choices[0].token_ids == alone([1, 2], GREEDY)[0]
+
+
 def test_on_event_may_submit_and_close():
     handles: list[RequestHandle] = []
     done = threading.Event()
@@ -419,7 +438,8 @@ def test_iterating_again_ends_at_once_and_a_result_may_time_out():
         ({"salt": 5}, "salt"),
         ({"priority": 1.5}, "priority"),
         ({"priority": 2**31}, "priority"),
-        ({"prompt_index": -1}, "prompt_index"),
+        ({"stream": -1}, "stream"),
+        ({"stream": 2**70}, "stream"),
         ({"params": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"params": SamplingParams(n=0)}, "n"),
         ({"params": SamplingParams(stop_token_ids=[VOCAB])}, "stop_token_ids"),
@@ -452,7 +472,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
         engine.submit(ask([4])).result()
 
 
-@pytest.mark.parametrize("options", [{"n_ctx": 0}, {"n_ctx": 65}, {"max_queue": 0}, {"policy": "random"}])
+@pytest.mark.parametrize("options", [{"max_context": 0}, {"max_context": 65}, {"max_queue": 0}, {"policy": "random"}])
 def test_options_that_do_not_fit_are_refused(options):
     with pytest.raises(UsageError):
         Engine(FakeRunner(), **options)

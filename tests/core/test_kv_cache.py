@@ -88,14 +88,29 @@ def test_the_least_recently_used_block_goes_first_and_the_end_of_a_text_before_i
 
 
 def test_a_block_number_that_is_given_away_continues_no_chain():
-    """The key of a second block names the first; when another text moves into the first block, the second must not follow."""
-    manager = BlockManager(3, SIZE)
+    """A second block is found under its first; when another text moves into the first one's memory, the second must not follow."""
+    manager = BlockManager(4, SIZE)
     manager.close(filled(manager, ids(1, 1, 1, 1, 9, 9, 9, 9, 0)))
-    other, _ = manager.open(ids(2, 2, 2, 2, 0))
-    assert manager.reserve(other, 0, 3 * SIZE) == []  # takes every block, whatever it was
-    manager.commit(other, ids(2, 2, 2, 2), 4)
-    manager.close(other)
+    bad, found = manager.open(ids(1, 1, 1, 1, 0))
+    assert found == SIZE
+    first = bad.ids[0]
+    manager.forget(bad)
+    manager.close(bad)
+    other = filled(manager, ids(2, 2, 2, 2, 0))
+    assert other.ids[0] == first
     assert len(manager.find(ids(2, 2, 2, 2, 9, 9, 9, 9, 0))) == 1
+
+
+def test_a_sequence_that_goes_back_writes_copies_and_makes_them_findable():
+    manager = BlockManager(8, SIZE)
+    sequence = filled(manager, np.arange(9, dtype=np.int32))
+    first, second, third = sequence.ids
+    assert manager.reserve(sequence, 6, 9) == [(second, sequence.ids[1])]
+    assert (sequence.ids[0], sequence.ids[2]) == (first, third)
+    other = np.array([0, 1, 2, 3, 4, 5, 60, 70, 80], np.int32)
+    manager.commit(sequence, other, 9)
+    assert manager.find(other) == sequence.ids[:2]
+    assert manager.find(np.arange(9, dtype=np.int32)) == [first, second]
 
 
 def test_without_room_nothing_changes():

@@ -183,6 +183,16 @@ def test_a_repeated_prompt_is_found_but_its_last_token_is_computed():
     bench.finish()
 
 
+def test_tokens_of_its_own_that_a_preempted_prompt_finds_again_do_not_count_as_cached():
+    bench = Bench(num_blocks=8, max_blocks=8, max_tokens=8)
+    bench.submit([1, 2, 3], max_new=26)
+    bench.step()
+    (late,) = bench.submit(list(range(12)), max_new=10)
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    assert late.num_cached == 0
+
+
 def test_choices_share_the_blocks_of_their_prompt():
     bench = Bench(num_blocks=32, max_tokens=32)
     bench.submit(list(range(10)), max_new=3, n=3)
