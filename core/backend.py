@@ -301,6 +301,7 @@ class Backend(ABC):
 
     name: str = ""
     limits: Limits = Limits()
+    threads: int = 1  # host threads that its ops run on
 
     @abstractmethod
     def supports(self, q: OpQuery) -> Yes | No:

