@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 
 from fastllm.core.errors import BackendBroken, BackendDisabled, BackendNotFound, BackendUnavailable, ConfigError, UsageError
+from fastllm.core.graph import GraphBuilder
 from fastllm.core.plugins import BackendRegistry
 
 OPTIONS = """
@@ -262,17 +263,22 @@ def test_two_registries_share_nothing(site, env, plugin):
     assert (first.state("acme_npu").state, second.state("acme_npu").state) == ("ready", "disabled")
 
 
-def test_a_rewritten_graph_is_checked_again(site, env, plugin):
-    from fastllm.core.graph import Graph, GraphBuilder
-
-    g = GraphBuilder("one")
-    x = g.embed(g.input("ids"), g.weight("table", (4, 8)))
-    graph = g.build(x)
-    wrong = "@hookimpl\ndef fastllm_transform_graph(graph, target):\n    return target.device"
-    site.install(plugin(tail=wrong))
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return target.device", "returned str, not a Graph"),
+        ("object.__setattr__(graph.nodes[0], 'op', 'teleport')\n    return graph", "ShapeError: node 0 (teleport)"),
+        ("graph.values.clear()\n    return graph", "KeyError"),
+    ],
+)
+def test_a_rewritten_graph_is_checked_again(site, env, plugin, body, why):
+    site.install(plugin(tail=f"@hookimpl\ndef fastllm_transform_graph(graph, target):\n    {body}"))
     site.install(plugin("same", tail="@hookimpl\ndef fastllm_transform_graph(graph):\n    return graph"), "same", "same", module="same_mod")
+    builder = GraphBuilder("one")
+    graph = builder.build(builder.embed(builder.input("ids"), builder.weight("table", (4, 8))))
     registry = BackendRegistry(env=env)
-    assert isinstance(registry.transform_graph(graph, registry.select("same")), Graph)
+    assert registry.transform_graph(graph, registry.select("same")) is graph
     assert registry.transform_graph(graph, registry.select("ref")) is graph
-    with pytest.raises(BackendBroken, match="rewrite the graph"):
+    with pytest.raises(BackendBroken, match="failed to rewrite the graph") as caught:
         registry.transform_graph(graph, registry.select("acme_npu"))
+    assert why in caught.value.why

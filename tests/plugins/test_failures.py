@@ -183,11 +183,12 @@ def test_an_unavailable_device_is_loud_by_name_and_one_line_for_auto(site, env, 
         BackendRegistry(env=env, strict=True).select("auto")
 
 
-def test_auto_is_silent_about_what_it_would_not_have_chosen(site, env, plugin):
-    site.install(plugin(priority=10, probe="@hookimpl\ndef fastllm_probe(name):\n    return Unavailable('no NPU')"))
+@pytest.mark.parametrize(("priority", "lines"), [(10, 0), (30, 1)])
+def test_auto_is_silent_about_what_it_would_not_have_chosen(site, env, plugin, toml, priority, lines):
+    site.install(plugin(head=RAISES_AT_IMPORT))
     site.install(plugin("other_npu", 20), "other_npu", "other", module="other_mod")
-    registry = BackendRegistry(env=env)
-    assert (registry.select("auto").name, registry.messages) == ("other_npu", [])
+    registry = BackendRegistry(toml(f"[priority]\nacme_npu = {priority}\n"), env=env)
+    assert (registry.select("auto").name, len(registry.messages)) == ("other_npu", lines)
 
 
 @pytest.mark.parametrize(
