@@ -1,4 +1,5 @@
-"""The child of `probe_in_child`: loads and probes one backend and prints its state as a line of JSON.
+"""The child of `probe_in_child`: loads and probes one backend and prints its state, and
+its environment if it is ready, as a line of JSON.
 
     python -m fastllm.core.plugins [--timeout SECONDS] [--plugins-file F] [--plugin F]… NAME
 """
@@ -29,8 +30,11 @@ def main() -> int:
     try:
         registry = BackendRegistry(options.plugins_file, options.plugin)
         state = registry.state(options.name).as_dict()
+        if state["state"] == "ready":
+            state["environment"] = registry.environment(options.name)
     except FastLLMError as exc:
-        state = {"name": options.name, "state": "broken", "reason": exc.message, "hint": exc.fix, **exc.as_dict()}
+        state = {"name": options.name, "state": "broken", "reason": exc.why or exc.message, "hint": exc.fix, **exc.as_dict()}
+        state["exit_code"] = exc.exit_code
     faulthandler.cancel_dump_traceback_later()
     answer.write(json.dumps(state, default=str) + "\n")
     answer.close()

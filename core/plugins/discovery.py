@@ -83,5 +83,5 @@ def discover(report: Callable[[str], None]) -> list[Candidate]:
                     found[point.name, key, source.module] = Candidate(point.name, source)
         except Exception as exc:  # damaged metadata takes many shapes: a missing name, wrong bytes, a bad section
             where = getattr(distribution, "_path", "an installed distribution")
-            report(f"fastllm: the metadata in {where} cannot be read ({type(exc).__name__}: {exc}); its backends are not known")
+            report(f"the metadata in {where} cannot be read ({type(exc).__name__}: {exc}); its backends are not known")
     return list(found.values())

@@ -20,7 +20,8 @@ __all__ = ["ChildProbe", "probe_in_child"]
 
 @dataclass(frozen=True)
 class ChildProbe:
-    """What became of a probe. outcome: answered | crashed | hung. state: BackendState.as_dict() if answered, else {}. detail: the
+    """What became of a probe. outcome: answered | crashed | hung. state: BackendState.as_dict() if answered, with
+    `environment` if ready, else {}. detail: the
     signal or exit status and, where known, the place in the code; noise: what the plug-in printed."""
 
     name: str

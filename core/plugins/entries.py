@@ -67,7 +67,7 @@ def _settle(entry: Entry, config: PluginsConfig, say: Callable[[str], None]) -> 
     if entry.name == BASE:
         kept = [c for c in entry.candidates if c.source.builtin]
         others = ", ".join(c.source.label for c in entry.candidates if not c.source.builtin)
-        say(f"fastllm: '{BASE}' is the built-in fallback and cannot be replaced; ignored: {others}")
+        say(f"'{BASE}' is the built-in fallback and cannot be replaced; ignored: {others}")
     else:
         kept = [c for c in entry.candidates if override and c.source.distribution == override.value]
     if len(kept) == 1:
@@ -96,7 +96,7 @@ def _filter(entries: dict[str, Entry], config: PluginsConfig, env: Mapping[str, 
             given = [name.strip() for name in env[variable].split(",") if name.strip()]
             lists.append((given, f"{variable}={env[variable]}"))
             for name in sorted(set(given) - set(entries)):
-                say(f"fastllm: {variable} names '{name}', which is not installed; {close_matches(name, sorted(entries))}")
+                say(f"{variable} names '{name}', which is not installed; {close_matches(name, sorted(entries))}")
         for listed, origin in lists:
             for entry in entries.values():
                 source = entry.candidate.source
@@ -108,6 +108,6 @@ def _filter(entries: dict[str, Entry], config: PluginsConfig, env: Mapping[str, 
 
 def _disable(entry: Entry, origin: str, fix: str, say: Callable[[str], None]) -> None:
     if entry.name == BASE:
-        say(f"fastllm: {origin}: '{BASE}' cannot be disabled; every other backend falls back to it")
+        say(f"{origin}: '{BASE}' cannot be disabled; every other backend falls back to it")
         return
     entry.blocked = BackendDisabled(f"backend '{entry.name}' is disabled by {origin}", who=entry.candidate.who, fix=fix, backend=entry.name)

@@ -48,7 +48,7 @@ class BackendRegistry:
     """Finds, chooses and opens backends.
 
     plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, loaded at once. env: the
-    environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, which the caller prints.
+    environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, without a prefix, which the caller prints.
 
     Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
     """
@@ -71,7 +71,7 @@ class BackendRegistry:
         self._entries = collect(candidates, self.config, env, self._say)
         if not any(c.source.builtin for c in candidates):
             self._say(
-                f"fastllm: the built-in backends are not known: {DISTRIBUTION} is not installed, only its source tree is "
+                f"the built-in backends are not known: {DISTRIBUTION} is not installed, only its source tree is "
                 f'on the path; run "pip install -e ." in it (entry points are read from installed metadata)'
             )
 
@@ -80,6 +80,10 @@ class BackendRegistry:
     def names(self) -> list[str]:
         """Every known backend name, sorted; also disabled and broken ones. Imports nothing."""
         return sorted(self._entries)
+
+    def check_name(self, name: str) -> None:
+        """Raises BackendNotFound with close matches. Imports nothing."""
+        self._entry(name)
 
     def states(self, probe: bool = True) -> list[BackendState]:
         """The state of every backend, by priority, then name; unknown priorities last. Imports every enabled plug-in; with probe,
@@ -117,6 +121,7 @@ class BackendRegistry:
             devices=devices,
             import_s=entry.plugin.import_s if entry.plugin else 0.0,
             probe_s=entry.probe_s,
+            spec=spec,
             error=error,
         )
 
@@ -242,7 +247,7 @@ class BackendRegistry:
             raise broken(candidate, "load", f"fastllm_backends() does not list '{entry.name}'; it lists {names}")
         check_spec(candidate, spec)
         for other in sorted(set(plugin.specs) - {c.name for e in self._entries.values() for c in e.candidates}):
-            self._say(f"fastllm: {candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
+            self._say(f"{candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
         return spec
 
     def _plugin(self, candidate: Candidate) -> Plugin:
@@ -342,7 +347,7 @@ class BackendRegistry:
             if self._strict:
                 raise error
             fix = f"; {error.fix}" if error.fix else ""
-            self._say(f"fastllm: {error.message}, so '{name}' is used: {error.why}{fix}")
+            self._say(f"{error.message}, so '{name}' is used: {error.why}{fix}")
 
     def _say(self, line: str) -> None:
         if line not in self.messages:

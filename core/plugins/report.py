@@ -33,7 +33,7 @@ __all__ = ["BackendState", "broken", "config_options", "describe", "given_option
 class BackendState:
     """One line of `backends list`. state: ready | unavailable | broken | disabled | incompatible, or `unprobed` where nobody
     asked. priority: None if the plug-in could not say; priority_from names who set it. import_s, probe_s: seconds, 0 if not done.
-    error: what naming this backend would raise."""
+    spec: None unless it was loaded and is valid. error: what naming this backend would raise."""
 
     name: str
     state: str
@@ -50,6 +50,7 @@ class BackendState:
     devices: tuple[DeviceInfo, ...] = ()
     import_s: float = 0.0
     probe_s: float = 0.0
+    spec: BackendSpec | None = None
     error: FastLLMError | None = None
 
     @property
@@ -58,8 +59,15 @@ class BackendState:
         return self.error.exit_code if self.error else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for `--json`; api as "MAJOR.MINOR", error as its code, message, who, why, fix and exit_code."""
-        body = {k: getattr(self, k) for k in self.__dataclass_fields__}
+        """The same for `--json`: api as "MAJOR.MINOR", the spec's texts and options, the exit code, and the error as its code,
+        message, who, why, fix and exit code."""
+        body = {k: getattr(self, k) for k in self.__dataclass_fields__ if k != "spec"}
+        body |= {key: getattr(self.spec, key, "") for key in ("vendor", "summary", "homepage")}
+        body["options"] = {
+            key: {"type": o.type.__name__, "default": o.default, "choices": list(o.choices), "help": o.help}
+            for key, o in (self.spec.options.items() if self.spec else ())
+        }
+        body["exit_code"] = self.exit_code
         body["api"] = ".".join(map(str, self.api)) if self.api else None
         body["devices"] = [asdict(device) for device in self.devices]
         body["error"] = self.error.as_dict()["error"] if self.error else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -78,6 +79,8 @@ def test_an_unknown_name_shows_close_matches_and_who_asked(site, env, plugin):
     assert caught.value.exit_code == 2
     assert "did you mean 'acme_npu'?" in caught.value.fix
     assert caught.value.who == "FASTLLM_BACKEND"
+    with pytest.raises(BackendNotFound):
+        BackendRegistry(env=env).check_name("acme_npo")
 
 
 def test_flag_beats_variable_beats_file_beats_auto(site, env, plugin, toml):
@@ -155,7 +158,7 @@ def test_nothing_hides_ref_and_an_allow_list_spares_built_ins(site, env, plugin,
 
 def test_a_variable_that_names_nothing_installed_is_said(env):
     registry = BackendRegistry(env={**env, "FASTLLM_PLUGINS": "acme_npu"})
-    assert registry.messages == ["fastllm: FASTLLM_PLUGINS names 'acme_npu', which is not installed; known: cpu_avx, ref"]
+    assert registry.messages == ["FASTLLM_PLUGINS names 'acme_npu', which is not installed; known: cpu_avx, ref"]
 
 
 def test_two_distributions_with_one_name_are_both_quarantined_until_an_override(site, env, plugin, toml):
@@ -233,11 +236,12 @@ def test_a_wrong_option_in_the_file_names_file_and_line(site, env, plugin, toml,
 
 
 def test_states_can_be_printed_as_json(site, env, plugin):
-    site.install(plugin(probe="@hookimpl\ndef fastllm_probe(name):\n    return Unavailable('no NPU')"))
-    rows = {s.name: s.as_dict() for s in BackendRegistry(env=env).states()}
+    site.install(plugin(backends=OPTIONS, probe="@hookimpl\ndef fastllm_probe(name):\n    return Unavailable('no NPU')"))
+    rows = {s.name: json.loads(json.dumps(s.as_dict())) for s in BackendRegistry(env=env).states()}
     assert rows["acme_npu"]["error"]["exit_code"] == 4
+    assert rows["acme_npu"]["options"]["mode"] == {"type": "str", "default": "fast", "choices": ["fast", "exact"], "help": ""}
     assert (rows["acme_npu"]["state"], rows["acme_npu"]["api"], rows["acme_npu"]["version"]) == ("unavailable", "0.1", "0.3.1")
-    assert rows["ref"]["error"] is None
+    assert (rows["ref"]["error"], rows["ref"]["exit_code"], rows["acme_npu"]["exit_code"]) == (None, 0, 4)
     assert rows["ref"]["devices"][0]["id"]
     assert rows["cpu_avx"]["state"] == "disabled"
 
