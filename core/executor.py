@@ -219,8 +219,20 @@ class Executor:
             return np.zeros(0, np.int32)
         from . import _kernels
 
-        adjust = (rows.adjust_start, rows.adjust_ids, rows.adjust_bias, rows.adjust_repeat, rows.adjust_sub)
-        return _kernels.sample(logits, rows.u, rows.temperature, rows.top_k, rows.top_p, rows.min_p, *adjust, rows.mask)
+        return _kernels.sample(
+            logits,
+            u=rows.u,
+            temperature=rows.temperature,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            min_p=rows.min_p,
+            adjust_start=rows.adjust_start,
+            adjust_ids=rows.adjust_ids,
+            adjust_bias=rows.adjust_bias,
+            adjust_repeat=rows.adjust_repeat,
+            adjust_sub=rows.adjust_sub,
+            mask=rows.mask,
+        )
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""

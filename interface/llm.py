@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .core.errors import ContextOverflow, FastLLMError, InvalidRequest, TemplateError, UsageError
 from .core.request import Request, RequestHandle, Timings, TokenLogprobs
-from .core.sampling import SamplingParams
+from .core.sampling import SamplingParams, stream_id
 from .loading import DEFAULT_MODEL, LoadedModel, LoadOptions, load_model
 from .text import IncrementalDetokenizer
 
@@ -249,7 +249,7 @@ class LLM:
                     n_prompt_tokens=len(ids),
                     n_ctx=self.loaded.context,
                 )
-            requests.append((ids, Request(ids, merged, sorted(end_ids), request_id=f"prompt {number + 1}", prompt_index=number)))
+            requests.append((ids, Request(ids, merged, sorted(end_ids), request_id=f"prompt {number + 1}", stream=stream_id(number, 0))))
         answers = []
         try:
             for ids, request in requests:
