@@ -2,21 +2,25 @@
 
 The fake stores every token at the slot it was given, and reads a row's context back through the block table it was given. A wrong
 slot, a stale or foreign block, a missing copy or a wrong position therefore changes the logits. `next_logits` is the same model
-without a cache: what a request must get when it runs alone.
+without a cache: what a request must get when it runs alone. Below it, what the engine's tests share.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fastllm.core import _kernels
+from fastllm.core.engine import Engine
+from fastllm.core.request import Request
 from fastllm.core.sampling import BUILT_IN, SamplerState, SamplingParams, stream_id
 from fastllm.core.step import StepBatch
 
 VOCAB = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
 def next_logits(context: np.ndarray) -> np.ndarray:
@@ -172,3 +176,40 @@ class FakeRunner:
     def close(self) -> None:
         """Marks it closed."""
         self.closed = True
+
+
+def ask(prompt: list[int], *, end_ids=(), request_id="r", salt="", priority=0, **params) -> Request:
+    """A greedy request of six tokens, unless asked otherwise."""
+    return Request(prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **params}), end_ids, request_id, salt, priority)
+
+
+class Gate:
+    """Holds the engine's thread before a step until it is opened, so that tests decide what happens meanwhile."""
+
+    def __init__(self, runner: FakeRunner):
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        runner.before = self
+
+    def __call__(self, batch) -> None:
+        self.entered.release()
+        assert self.go.acquire(timeout=30)
+
+    def wait(self) -> None:
+        """Until the thread stands before a step."""
+        assert self.entered.acquire(timeout=30)
+
+    def step(self, times: int = 1) -> None:
+        """Lets steps run, each from its gate."""
+        self.go.release(times)
+
+    def open(self) -> None:
+        self.go.release(1_000_000)
+
+
+def all_free(engine: Engine) -> None:
+    """After close: nobody holds a block or a place."""
+    assert engine.stats().blocks_used == 0
+    assert engine.stats().running == engine.stats().waiting == 0
+    assert sorted(engine._scheduler._slots) == list(range(engine._scheduler.max_running))
+    assert not engine._jobs
+    assert engine._num_queued == 0
