@@ -399,7 +399,8 @@ def _siblings(first: GGUFFile, count: int) -> list[str]:
     match = _SPLIT_NAME.match(name)
     stem = match["stem"] if match else name
     names = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(2, count + 1)]
-    missing = [n for n in names if not os.path.lexists(os.path.join(folder, n))]
+    present = set(os.listdir(folder or "."))
+    missing = [n for n in names if n not in present]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise first.files[0].error(
