@@ -298,6 +298,7 @@ class Scheduling(RuleBasedStateMachine):
         slots = [s.slot for s in bench.scheduler.running]
         assert len(set(slots)) == len(slots) <= bench.scheduler.max_running
         assert sorted(slots + bench.scheduler._slots) == list(range(bench.scheduler.max_running))
+        assert all(s.blocks is None and s.num_computed == 0 and not s.running for s in bench.scheduler.waiting)
         assert [s.rank for s in bench.scheduler.running] == sorted(s.rank for s in bench.scheduler.running)
 
     def teardown(self):
