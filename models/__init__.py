@@ -2,8 +2,8 @@
 
     build("gguf" | "huggingface", architecture, config, sources) -> ModelDef
 
-One file per family, 40 to 120 lines; `config.py` reads configurations, `rope.py` rotary frequencies, `blocks.py` writes the graph,
-`names.py` maps names, `registry.py` holds the table. The interface calls `build` with what `fastllm.formats` has read.
+One file per family, 40 to 120 lines; `config.py` reads configurations, `rope.py` rotary frequencies, `blocks.py` writes the
+graph, `names.py` maps names, `registry.py` holds the table. The interface calls `build` with what `fastllm.formats` has read.
 """
 
 from __future__ import annotations

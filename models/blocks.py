@@ -1,8 +1,8 @@
 """The pieces that decoders are made of, written once: norm, attention, gated MLP, the loop over layers, the head.
 
-A family describes itself with a `DecoderConfig`; `decoder_graph` writes the graph in the order of the mathematics. Graph weights
-carry the names that Hugging Face's Llama uses (`model.layers.3.self_attn.q_proj.weight`), whatever the file calls them, so that
-placement and quantisation rules read the same for every source; `names.py` maps them to what the file has.
+A family describes itself with a `DecoderConfig`; `decoder_graph` writes the graph in the order of the mathematics. Graph
+weights carry the names that Hugging Face's Llama uses (`model.layers.3.self_attn.q_proj.weight`), whatever the file calls
+them, so that placement and quantisation rules read the same for every source; `names.py` maps them to what the file has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..core.graph import Graph, GraphBuilder, Value
-from .config import DecoderConfig, RopeConfig
+from .config import DecoderConfig
+from .rope import RopeConfig
 
 __all__ = ["attention", "decoder_graph", "gated_mlp", "head", "linear", "norm"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.weights import TensorSource, WeightRef
-from .config import DecoderConfig, Keys
+from .config import DecoderConfig
+from .keys import Keys
 
 __all__ = ["Family", "GGUFReader", "HFReader", "Refs"]
 
@@ -25,9 +26,9 @@ class Family:
     """One architecture family.
 
     name: as in the documentation. models: what it runs, for people. model_types: values of `model_type` in config.json;
-    architectures: values of `general.architecture` in GGUF. from_hf, from_gguf: readers of the configuration; hf_refs, gguf_refs:
-    names. text_prefixes: what precedes `layers.` where the text model is nested in a larger one. unused: prefixes of tensors that
-    a text model leaves out (towers), said in a note. hf_names: (embedding, first parts of layer names) where they are not Llama's.
+    architectures: values of `general.architecture` in GGUF. from_hf, from_gguf: readers of the configuration; hf_refs,
+    gguf_refs: names. text_prefixes: what precedes `layers.` where the text model is nested in a larger one. unused: prefixes
+    of tensors that a text model leaves out (towers), said in a note. embedding: the table's name in Hugging Face files.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Gemma 2: norms before and after each branch, a window on every other layer, soft caps on scores and logits.
 
 Norm weights are stored minus one in Hugging Face files, as they are in GGUF. The embedding is multiplied by √hidden and is the
-head. q·k is scaled by `query_pre_attn_scalar`^-½, which GGUF files leave out: it is the head dimension, except in the 27B model.
+head. q·k is scaled by `query_pre_attn_scalar`^-½, which GGUF files leave out: it is the head dimension, except in the 27B
+model.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ from typing import Any
 
 from ..core.errors import UnsupportedError
 from ..core.weights import TensorSource
-from .config import (
-    MAX_CONTEXT,
-    DecoderConfig,
-    Keys,
-    decoder_from_gguf,
-    decoder_from_hf,
-    layer_types_from_hf,
-    sliding_window_from_hf,
-)
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf, layer_types_from_hf, sliding_window_from_hf
 from .family import Family
+from .keys import MAX_CONTEXT, Keys
 from .names import gguf_name, plus_one
 
 __all__ = ["FAMILY", "common_from_hf", "from_gguf", "from_hf", "layer_types_from_gguf"]
 
-DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+DEFAULTS = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+}
 LAYERS_27B = 46
 
 

@@ -1,8 +1,8 @@
 """Gemma 3, text: as Gemma 2 without soft caps, with normed q and k, and five windowed layers to one full.
 
-Windowed layers turn with a local base of their own (10 000) and no scaling; full ones with base 1 000 000 and, from 4B on, linear
-scaling by 8. Configurations leave most keys out, GGUF files the pattern and the local base: the family's values stand in. In the
-larger models the text model is nested beside a vision tower, which is left out.
+Windowed layers turn with a local base of their own (10 000) and no scaling; full ones with base 1 000 000 and, from 4B on,
+linear scaling by 8. Configurations leave most keys out, GGUF files the pattern and the local base: the family's values stand
+in. In the larger models the text model is nested beside a vision tower, which is left out.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.weights import TensorSource
-from .config import (
-    MAX_CONTEXT,
-    MIN_THETA,
-    DecoderConfig,
-    Keys,
-    RopeConfig,
-    decoder_from_gguf,
-    decoder_from_hf,
-    layer_types_from_hf,
-    rope_from_hf,
-)
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf, layer_types_from_hf
 from .family import Family
 from .gemma2 import DEFAULTS as GEMMA2_DEFAULTS
 from .gemma2 import common_from_hf, layer_types_from_gguf
+from .keys import MAX_CONTEXT, MIN_THETA, Keys
 from .names import gguf_name, plus_one
+from .rope import RopeConfig, rope_from_hf
 
 __all__ = ["FAMILY", "from_gguf", "from_hf"]
 

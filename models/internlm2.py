@@ -1,7 +1,7 @@
 """InternLM2 and 2.5: Llama's layers under other names, with q, k and v fused per kv group.
 
-Rows of `wqkv`: for each kv head its query heads, then k, then v. Gathering them gives Llama's three matrices exactly. GGUF files
-hold them apart, with q and k permuted as Llama's.
+Rows of `wqkv`: for each kv head its query heads, then k, then v. Gathering them gives Llama's three matrices exactly. GGUF
+files hold them apart, with q and k permuted as Llama's.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.weights import TensorSource, WeightRef
-from .config import DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf
 from .family import Family
+from .keys import Keys
 from .names import gguf_name, split_layer
 
 __all__ = ["FAMILY", "from_gguf", "from_hf"]

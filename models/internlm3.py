@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .config import DecoderConfig, Keys, decoder_from_hf
+from .config import DecoderConfig, decoder_from_hf
 from .family import Family
+from .keys import Keys
 from .llama import from_gguf
 from .names import gguf_name, hf_ref
 

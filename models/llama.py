@@ -1,7 +1,7 @@
 """Llama 1 to 3.3 and the models that share its architecture: Yi, CodeLlama, SmolLM2, DeepSeek-LLM, Vicuna.
 
-Pre-norm, gated SiLU, grouped-query attention, every rope scaling; biases and a tied head by configuration. Llama 3's scaling is a
-tensor (`rope_freqs.weight`) in GGUF files, whose q and k rows are permuted so that a pair is (2i, 2i + 1).
+Pre-norm, gated SiLU, grouped-query attention, every rope scaling; biases and a tied head by configuration. Llama 3's scaling
+is a tensor (`rope_freqs.weight`) in GGUF files, whose q and k rows are permuted so that a pair is (2i, 2i + 1).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.weights import TensorSource
-from .config import MAX_CONTEXT, DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf
 from .family import Family
+from .keys import MAX_CONTEXT, Keys
 from .names import gguf_name, hf_ref
 
 __all__ = ["FAMILY", "from_gguf", "from_hf"]

@@ -5,8 +5,9 @@ GGUF files of these models say `llama`; their q and k rows are permuted as Llama
 
 from __future__ import annotations
 
-from .config import DecoderConfig, Keys, decoder_from_hf, sliding_window_from_hf
+from .config import DecoderConfig, decoder_from_hf, sliding_window_from_hf
 from .family import Family
+from .keys import Keys
 from .llama import from_gguf
 from .names import gguf_name, hf_ref
 

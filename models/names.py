@@ -1,4 +1,5 @@
-"""From the graph's weight names to the tensors of a file: identity for Hugging Face, a table for GGUF, row views for fused ones.
+"""From the graph's weight names to the tensors of a file: identity for Hugging Face, a table for GGUF, row views for fused
+ones.
 
 The graph's names are those of Hugging Face's Llama. A family whose files differ adds its own rule before these; every rule
 answers a `WeightRef`, so a fused tensor stays one piece of the file of which several weights take their rows.

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.weights import TensorSource, WeightRef
-from .config import MAX_CONTEXT, DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf, sliding_window_from_hf
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf, sliding_window_from_hf
 from .family import Family
+from .keys import MAX_CONTEXT, Keys
 from .names import fused_gate_up, fused_qkv, gguf_name, split_layer
 
 __all__ = ["FAMILY", "from_gguf", "from_hf"]

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.weights import TensorSource
-from .config import DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf, layer_types_from_hf, sliding_window_from_hf
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf, layer_types_from_hf, sliding_window_from_hf
 from .family import Family
+from .keys import Keys
 from .names import gguf_name, hf_ref
 
 __all__ = ["FAMILY", "from_gguf", "from_hf", "windows_from_hf"]

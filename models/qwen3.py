@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.weights import TensorSource
-from .config import DecoderConfig, Keys, decoder_from_gguf, decoder_from_hf
+from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf
 from .family import Family
+from .keys import Keys
 from .names import gguf_name, hf_ref
 from .qwen2 import windows_from_hf
 

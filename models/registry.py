@@ -17,9 +17,10 @@ from ..core.model import ModelDef
 from ..core.weights import TensorSource, WeightRef
 from . import gemma2, gemma3, internlm2, internlm3, llama, mistral, phi3, qwen2, qwen3, smollm3
 from .blocks import decoder_graph
-from .config import DecoderConfig, Keys, RopeConfig
+from .config import DecoderConfig
 from .family import Family
-from .rope import gguf_factors, inv_freq
+from .keys import Keys
+from .rope import RopeConfig, gguf_factors, inv_freq
 
 __all__ = ["FAMILIES", "build", "supported"]
 
@@ -53,8 +54,8 @@ def build(
     """The model of a file, ready to be planned.
 
     files_kind: where config and names come from. architecture: `model_type` or `general.architecture`. config: config.json, or
-    the GGUF metadata. sources: the tensors by name. context_limit: longest sequence in tokens that will be run (default: what the
-    model was made for); only length-dependent rope scaling looks at it.
+    the GGUF metadata. sources: the tensors by name. context_limit: longest sequence in tokens that will be run (default: what
+    the model was made for); only length-dependent rope scaling looks at it.
 
     Raises UnsupportedError for an unknown architecture or an unknown value of a known key, ModelFileError for a configuration
     that is damaged, contradicts itself, or does not belong to the tensors.
@@ -69,12 +70,16 @@ def build(
         c = family.from_hf(Keys(_text_config(config, who), who=who))
     limit = context_limit if context_limit is not None else c.max_position
     freqs, used, notes = _frequencies(c, sources, limit, gguf=gguf)
-    graph = decoder_graph(architecture, c, freqs)
     prefix, head_prefix = ("", "") if gguf else _prefixes(family, sources)
-    refs: dict[str, WeightRef] = {}
-    for value in graph.of_kind("weight"):
-        ref = (family.gguf_refs if gguf else family.hf_refs)(value.name, c)
-        refs[value.name] = _renamed(ref, prefix, head_prefix)
+
+    def ref_of(name: str) -> WeightRef:
+        return _renamed((family.gguf_refs if gguf else family.hf_refs)(name, c), prefix, head_prefix)
+
+    last = f"model.layers.{c.num_layers - 1}.input_layernorm.weight"
+    if ref_of(last).source not in sources:  # before thousands of layers are built that the file does not have
+        ref_of(last).resolve(sources, last, (c.hidden_size,))
+    graph = decoder_graph(architecture, c, freqs)
+    refs = {value.name: ref_of(value.name) for value in graph.of_kind("weight")}
     _check(graph, refs, sources)
     used |= {ref.source for ref in refs.values()}
     notes += _unused(family, c, sources, used, gguf=gguf)
@@ -196,8 +201,9 @@ def _check(graph: Graph, refs: Mapping[str, WeightRef], sources: Mapping[str, Te
             rows = len(ref.row_index) if max(ref.row_index) < rows else -1
         if (rows, *src.shape[1:]) != shape:
             raise ModelFileError(
-                f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it ('{value.name}')",
+                f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it",
                 who=src.file,
+                why=f"graph weight '{value.name}' takes it",
                 fix="the configuration and the weights do not belong together; download the model again",
             )
         if ref.rows is not None or ref.row_index is not None:

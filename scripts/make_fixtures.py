@@ -6,15 +6,17 @@ Neither the project nor its tests import any of these; the fixtures are committe
 `model.safetensors` (as the class saves them, weights rounded to bf16), `logits.npy` (f32 [40, 256]: the logits after each of 40
 tokens, a prompt of 24 and 16 decode steps, computed in fp32), `fixture.json` (tokens, seed, versions), and for most a
 `model.gguf` whose tensors are changed as llama.cpp's converter changes them: q and k rows permuted for the architectures that
-rotate pairs, 1 added to Gemma's norms, rope factors as tensors. The permutation is written here from its definition ([2, d/2] ->
-[d/2, 2] in each head), so a twin that agrees with its model checks our reading of it.
+rotate pairs, 1 added to Gemma's norms, rope factors as tensors. The permutation is written here from its definition ([2, d/2]
+-> [d/2, 2] in each head); where the optional package accelerate is there, transformers' own GGUF loader (which undoes the
+changes) must find the same weights in the twin.
 
-Weights have standard deviation 1.5/√fan-in, norm weights 1 ± 0.3, biases 0.3: with the usual 0.02 wrong models pass. InternLM2 has
-no class in transformers: it is a Llama whose q, k, v are fused per kv head here, so its logits are Llama's.
+Weights have standard deviation 1.5/√fan-in, norm weights 1 ± 0.3, biases 0.3: with the usual 0.02 wrong models pass. InternLM2
+has no class in transformers: it is a Llama whose q, k, v are fused per kv head here, so its logits are Llama's.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -111,31 +113,86 @@ FIXTURES_BY_NAME = {
     "llama": Fixture("llama", {**HEADS16, **BIASED, **_rope("default", 500.0)}, gguf="llama"),
     "llama_linear": Fixture("llama", {**HEADS16, "tie_word_embeddings": True, **_rope("linear", factor=4.0)}, gguf="llama"),
     "llama_dynamic": Fixture("llama", {**HEADS16, "max_position_embeddings": 16, **_rope("dynamic", factor=3.0)}, short=12),
-    "llama_llama3": Fixture("llama", {**HEADS16, **_rope("llama3", 500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                                         original_max_position_embeddings=16)}, gguf="llama"),
+    "llama_llama3": Fixture(
+        "llama",
+        {
+            **HEADS16,
+            **_rope(
+                "llama3", 500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
+        },
+        gguf="llama",
+    ),
     "llama_yarn": Fixture("llama", {**HEADS16, **_rope("yarn", factor=4.0, original_max_position_embeddings=16)}, gguf="llama"),
-    "llama_yarn_options": Fixture("llama", {**HEADS16, **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16,
-                                                               beta_fast=1.2, beta_slow=0.3, truncate=False, mscale=1.4,
-                                                               mscale_all_dim=0.6)}),
+    "llama_yarn_options": Fixture(
+        "llama",
+        {
+            **HEADS16,
+            **_rope(
+                "yarn",
+                500.0,
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=1.2,
+                beta_slow=0.3,
+                truncate=False,
+                mscale=1.4,
+                mscale_all_dim=0.6,
+            ),
+        },
+    ),
     "mistral": Fixture("mistral", {**HEADS16, "sliding_window": 8, **_rope("default")}),
-    "smollm3": Fixture("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True, **_rope("default", 500.0)}, gguf="smollm3"),
-    "qwen2": Fixture("qwen2", {"tie_word_embeddings": True, **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16)},
-                     gguf="qwen2"),
-    "qwen2_window": Fixture("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, **_rope("default")}),
+    "smollm3": Fixture(
+        "smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True, **_rope("default", 500.0)}, gguf="smollm3"
+    ),
+    "qwen2": Fixture(
+        "qwen2",
+        {"tie_word_embeddings": True, **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16)},
+        gguf="qwen2",
+    ),
+    "qwen2_window": Fixture(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, **_rope("default")}
+    ),
     "qwen3": Fixture("qwen3", {**HEADS16, **_rope("default", 500.0)}, gguf="qwen3"),
-    "phi3": Fixture("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 12, "original_max_position_embeddings": 16,
-                             **_rope("longrope", short_factor=SHORT, long_factor=LONG, partial_rotary_factor=0.75,
-                                     original_max_position_embeddings=16)}, gguf="phi3", short=12),
-    "internlm2": Fixture("llama", {"head_dim": 8, "attention_bias": True, **_rope("default", 500.0)}, gguf="internlm2",
-                         own=_as_internlm2),
+    "phi3": Fixture(
+        "phi3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "sliding_window": 12,
+            "original_max_position_embeddings": 16,
+            **_rope(
+                "longrope",
+                short_factor=SHORT,
+                long_factor=LONG,
+                partial_rotary_factor=0.75,
+                original_max_position_embeddings=16,
+            ),
+        },
+        gguf="phi3",
+        short=12,
+    ),
+    "internlm2": Fixture(
+        "llama", {"head_dim": 8, "attention_bias": True, **_rope("default", 500.0)}, gguf="internlm2", own=_as_internlm2
+    ),
     "internlm3": Fixture("internlm3", {**HEADS16, **BIASED, **_rope("dynamic", 500.0, factor=6.0)}),
-    "gemma2": Fixture("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, **_rope("default")},
-                      gguf="gemma2"),
-    "gemma2_scale": Fixture("gemma2", {**GEMMA, "query_pre_attn_scalar": 24, "attention_bias": True, "final_logit_softcapping": None,
-                                       "attn_logit_softcapping": None, **_rope("default")}),
+    "gemma2": Fixture(
+        "gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, **_rope("default")}, gguf="gemma2"
+    ),
+    "gemma2_scale": Fixture(
+        "gemma2",
+        {
+            **GEMMA,
+            "query_pre_attn_scalar": 24,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            **_rope("default"),
+        },
+    ),
     "gemma3": Fixture("gemma3_text", GEMMA3, gguf="gemma3"),
     "gemma3_nested": Fixture("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 24, "hidden_size": 48}, own=_nested),
-}  # fmt: skip
+}
 """Folder name -> how it is made."""
 
 
@@ -174,12 +231,16 @@ def make(name: str, fixture: Fixture, seed: int) -> None:
         "transformers": transformers.__version__, "torch": torch.__version__, "gguf": fixture.gguf,
     }  # fmt: skip
     (folder / "fixture.json").write_text(json.dumps(about) + "\n")
-    print(f"{name}: {type(model).__name__}, std(logits) {logits.std():.3f}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
+    if fixture.gguf in LOADABLE and importlib.util.find_spec("accelerate"):
+        _check_twin(folder, ids, logits)
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    print(f"{name}: {type(model).__name__}, std(logits) {logits.std():.3f}, {size} bytes")
 
 
 KEEP = (
     "model_type", "architectures", "head_dim", "hidden_act", "hidden_activation", "tie_word_embeddings", "rope_parameters",
-    "sliding_window", "layer_types", "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window",
+    "sliding_window", "layer_types", "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval",
+    "use_sliding_window",
 )  # fmt: skip
 
 
@@ -202,8 +263,22 @@ def _check_decode(model: Any, ids: torch.Tensor, logits: torch.Tensor) -> None:
             raise SystemExit(f"step {step}: prefill and decode differ by {worst}")
 
 
+def _check_twin(folder: Path, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """transformers reads the same model from the twin."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    twin = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        worst = (twin.eval()(ids, use_cache=False).logits[0] - logits).abs().max().item()
+    if worst > 1e-5 * logits.std().item():
+        raise SystemExit(f"{folder.name}: transformers reads another model from the twin (logits differ by {worst})")
+
+
 # GGUF -----------------------------------------------------------------------------------------------------------------
 
+LOADABLE = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+"""Architectures that transformers loads from GGUF."""
 PAIRS = ("llama", "smollm3", "internlm2")
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

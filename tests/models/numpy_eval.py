@@ -1,7 +1,7 @@
 """An independent interpreter of graphs for tests: one sequence, computed whole in float64, without cache blocks or planner.
 
-It shares no code with backends or executor, so the two agreeing with it (and it with the fixtures) means something. Only the ops
-that opset 1's dense decoders use.
+It shares no code with backends or executor, so the two agreeing with it (and it with the fixtures) means something. Only the
+ops that opset 1's dense decoders use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def load_weights(model: ModelDef, sources: Mapping[str, TensorSource], dtype: An
 
 
 def evaluate(
-    graph: Graph, weights: Mapping[str, np.ndarray], ids: Sequence[int], rows: Sequence[int] | None = None, dtype: Any = np.float64
+    graph: Graph,
+    weights: Mapping[str, np.ndarray],
+    ids: Sequence[int],
+    rows: Sequence[int] | None = None,
+    dtype: Any = np.float64,
 ) -> np.ndarray:
     """Logits [R, V] of the given rows (all by default) of one sequence of token ids."""
     tokens = np.asarray(ids)

@@ -13,9 +13,9 @@ import pytest
 
 from fastllm.core.weights import WeightRef
 from fastllm.models.blocks import decoder_graph
-from fastllm.models.config import DecoderConfig, RopeConfig
+from fastllm.models.config import DecoderConfig
 from fastllm.models.names import fused_qkv, gguf_name, plus_one, split_layer
-from fastllm.models.rope import inv_freq
+from fastllm.models.rope import RopeConfig, inv_freq
 
 TOLERANCE = 1e-4
 NOTICED = 2 * TOLERANCE
@@ -230,5 +230,7 @@ def test_fixture_notices_two_norms_exchanged(name, tiny, oracle):
     for a, b in (("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")):
         if not any(a in n for n in case.model.weights):
             continue
-        exchanged = renamed(case, oracle, lambda n, a=a, b=b: case.model.weights[n.replace(a, b) if a in n else n.replace(b, a)])
+        exchanged = renamed(
+            case, oracle, lambda n, a=a, b=b: case.model.weights[n.replace(a, b) if a in n else n.replace(b, a)]
+        )
         assert exchanged > NOTICED

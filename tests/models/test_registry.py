@@ -43,7 +43,13 @@ def test_a_missing_tensor_is_named_with_the_weight_that_needs_it(tiny):
 
 def test_a_configuration_that_does_not_fit_the_tensors_is_an_error(tiny):
     case = tiny("llama")
-    for key, value in (("vocab_size", 255), ("vocab_size", 257), ("intermediate_size", 64), ("head_dim", 8), ("hidden_size", 36)):
+    for key, value in (
+        ("vocab_size", 255),
+        ("vocab_size", 257),
+        ("intermediate_size", 64),
+        ("head_dim", 8),
+        ("hidden_size", 36),
+    ):
         with pytest.raises(ModelFileError, match=r"has shape \[\d+.*asks for"):
             with_tensors(case, config={**case.files.config, key: value})
 
@@ -66,7 +72,9 @@ def test_fused_tensors_must_be_used_up(tiny):
 
 def test_a_bias_that_no_key_announces_is_an_error_not_left_out(tiny):
     case = tiny("llama")
-    with pytest.raises(ModelFileError, match=r"'model\.layers\.0\.self_attn\.\w+\.bias' is in the file, but this llama model has no place"):
+    with pytest.raises(
+        ModelFileError, match=r"'model\.layers\.0\.self_attn\.\w+\.bias' is in the file, but this llama model has no place"
+    ):
         with_tensors(case, config={**case.files.config, "attention_bias": False})
     bias = source("blk.1.attn_norm.bias", (32,))
     with pytest.raises(ModelFileError, match=r"'blk\.1\.attn_norm\.bias' is in the file"):
