@@ -144,12 +144,15 @@ static int32_t fl_argmax(const float *row, int64_t n, const int32_t *maxima, int
   return (int32_t)i;
 }
 
-/* The largest key such that the weights of all keys not below it exceed target (weights NULL: each is 1). Takes one byte of the
- * keys per round, from the top, and keeps the members of the byte in which the sum passes the target. Permutes both arrays.
- * n >= 1; target < sum of the weights. */
+/* The largest key such that the weights of all keys not below it exceed target (weights NULL: each is 1). Every round takes the
+ * eight highest bits in which the keys differ and keeps the keys of that digit in which the sum passes the target: at most eight
+ * rounds, however the keys lie. Permutes both arrays. n >= 1; target < sum of the weights. */
 static uint64_t fl_select(uint64_t *keys, uint64_t *weights, int64_t n, uint64_t target) {
-  for (int shift = 56; shift >= 0 && n > FL_FEW; shift -= 8) {
-    uint64_t mass[256] = {0};
+  while (n > FL_FEW) {
+    uint64_t mass[256] = {0}, differing = 0;
+    int shift = 0;
+    for (int64_t i = 1; i < n; i++) differing |= keys[i] ^ keys[0];
+    while (differing >> shift > 255) shift++;
     for (int64_t i = 0; i < n; i++) mass[keys[i] >> shift & 255] += weights ? weights[i] : 1;
     int digit = 255;
     while (digit > 0 && mass[digit] <= target) target -= mass[digit--];

@@ -247,6 +247,11 @@ class SamplerState:
         return float(self._uniforms[at])
 
     @property
+    def adjusted(self) -> int:
+        """How many tokens have an adjustment."""
+        return len(self._slots)
+
+    @property
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
         """ids i32 [a] and (bias, repeat, sub) f32 [3, a]: views, valid until the next `append`."""
         count = len(self._slots)
@@ -288,15 +293,14 @@ def build_rows(
     returns. Raises InvalidRequest for a mask of another length.
     """
     params = [s.params for s in states]
-    adjusted = [s.adjustments for s in states]
     start = np.zeros(len(states) + 1, np.int32)
-    np.cumsum([len(ids) for ids, _ in adjusted], out=start[1:])
-    if start[-1]:
-        ids = np.concatenate([ids for ids, _ in adjusted])
-        bias, repeat, sub = np.concatenate([numbers for _, numbers in adjusted], axis=1)
-    else:
-        ids = np.empty(0, np.int32)
-        bias = repeat = sub = np.empty(0, np.float32)
+    ids, bias = np.empty(0, np.int32), np.empty(0, np.float32)
+    repeat = sub = bias
+    if any(s.adjusted for s in states):
+        np.cumsum([s.adjusted for s in states], out=start[1:])
+        entries = [s.adjustments for s in states]
+        ids = np.concatenate([own for own, _ in entries])
+        bias, repeat, sub = np.concatenate([numbers for _, numbers in entries], axis=1)
     return SamplerRows(
         u=np.array([s.draw() for s in states], np.float64),
         temperature=np.array([p.temperature for p in params], np.float32),

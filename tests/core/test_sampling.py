@@ -259,6 +259,20 @@ def test_the_draw_walks_down_the_probabilities() -> None:
     assert [one(logits, u=u, min_p=0.5) for u in (0.62, 0.63, 0.99)] == [1, 2, 2]
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_shares_round_up_to_whole_weights(top_k: int) -> None:
+    unit = math.log(2.0**-40)  # the logit of a token of weight 1
+    # half of 2^40 + 2^40 + 1 is not reached by the first token
+    assert one([0, 0, unit, -math.inf], top_p=0.5, top_k=top_k, u=0.999) == 1
+    assert one([0, 0, -math.inf, -math.inf], top_p=0.5, top_k=top_k, u=0.999) == 0
+    # 1e-9 * 2^40 = 1099.5
+    last = float(np.nextafter(1.0, 0.0))
+    for weight, expected in ((1099, 0), (1100, 1)):
+        logits = [0, math.log(weight) + unit, -math.inf, -math.inf]
+        assert one(logits, min_p=1e-9, top_k=top_k, u=last) == expected
+        assert one(logits, top_k=top_k, u=last) == 1
+
+
 def test_temperature_sharpens_and_flattens() -> None:
     logits = [0.0, 1.0]
     cold, warm = 1 / (1 + math.exp(-1 / 0.5)), 1 / (1 + math.exp(-1 / 2))
