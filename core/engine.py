@@ -20,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from .errors import Cancelled, EngineError, FastLLMError, QueueFull, UsageError
@@ -30,34 +29,12 @@ from .request import Request, RequestHandle, TokenEvent, check_request
 from .runner import StepOutput, StepRunner
 from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed
 from .scheduler import ScheduledStep, Scheduler, Slice
+from .stats import EngineStats
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine"]
 
 FAILURES_IN_A_ROW: Final = 3
 EXIT_WAIT_S: Final = 5.0  # at the interpreter's exit: how long a step that runs may still take
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot. running, waiting: sequences (choices count singly). stalled_s: seconds since a step last ended while there is
-    work, 0 when idle. Counters run from the start of the engine."""
-
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_total: int
-    prefix_hit_tokens: int
-    prefix_looked_up_tokens: int
-    tokens_computed: int
-    tokens_generated: int
-    preemptions: int
-    steps: int
-    requests_finished: int
-    requests_failed: int
-    requests_cancelled: int
-    stalled_s: float
-    healthy: bool
 
 
 class Engine:
@@ -268,6 +245,8 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduler.schedule()
         if step is None:
+            if self._jobs:  # never to happen; an error is better than a thread that spins and callers that wait
+                raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
             return
         now = time.monotonic()
         for part in step.slices:

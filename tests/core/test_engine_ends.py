@@ -68,6 +68,53 @@ def test_a_failed_step_fails_its_requests_and_spares_the_others(error, kind):
     all_free(engine)
 
 
+def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block():
+    """The k-th call of run or copy_block raises, for every k of a small run."""
+    prompts = [[1, 2, 3, 4, 5, 6], [9] * 11]
+    for k in range(100):
+        left = [k]
+
+        class Failing(FakeRunner):
+            def count(self, left=left):
+                left[0] -= 1
+                if left[0] == -1:
+                    raise MemoryError("the k-th call")
+
+            def run(self, batch):
+                self.count()
+                return super().run(batch)
+
+            def copy_block(self, src, dst):
+                self.count()
+                super().copy_block(src, dst)
+
+        with Engine(Failing(num_blocks=8, max_blocks=8, max_tokens=6)) as engine:
+            handles = [engine.submit(ask(p, n=2)) for p in prompts]
+            failed = []
+            for handle, prompt in zip(handles, prompts, strict=True):
+                try:
+                    assert [c.token_ids for c in handle.result().choices] == [alone(prompt, GREEDY)[0]] * 2
+                except EngineError as error:
+                    failed.append(error.message)
+            left[0] = 10**9
+            assert all("MemoryError: the k-th call" in message for message in failed)
+            assert engine.healthy
+            for prompt in prompts:
+                assert engine.submit(ask(prompt)).result().choices[0].token_ids == alone(prompt, GREEDY)[0]
+        all_free(engine)
+        if not failed:
+            break
+    assert 8 < k < 99
+
+
+def test_requests_that_nothing_would_run_are_failed_and_not_left_waiting(monkeypatch):
+    engine = Engine(FakeRunner())
+    monkeypatch.setattr(engine._scheduler, "add", lambda sequence: None)
+    with pytest.raises(EngineError, match="1 requests are left, but no sequence of theirs waits or runs"):
+        engine.submit(ask([1])).result()
+    engine.close()
+
+
 def test_tokens_before_a_failure_are_delivered():
     with Engine(FakeRunner(before=fail_steps({2}, ValueError("x")))) as engine:
         events = iter(engine.submit(ask([1, 2])))
