@@ -79,6 +79,8 @@ class Marked(str):
 
     __slots__ = ("_budget", "_cost", "_marks")
     _marks: bytes
+    _budget: Budget
+    _cost: int
 
     def __new__(cls, text: str, marks: bytes | None = None) -> Marked:
         budget = current_budget()
@@ -139,19 +141,19 @@ class Marked(str):
             filled += [value if isinstance(value, str) else str(value), piece]
         return concat(filled)
 
-    def strip(self, chars: str | None = None) -> Marked:  # type: ignore[override]
+    def strip(self, chars: str | None = None) -> Marked:
         return self.lstrip(chars).rstrip(chars)
 
-    def lstrip(self, chars: str | None = None) -> Marked:  # type: ignore[override]
+    def lstrip(self, chars: str | None = None) -> Marked:
         return self._cut(len(self) - len(str.lstrip(self, chars)), len(self))
 
-    def rstrip(self, chars: str | None = None) -> Marked:  # type: ignore[override]
+    def rstrip(self, chars: str | None = None) -> Marked:
         return self._cut(0, len(str.rstrip(self, chars)))
 
-    def removeprefix(self, prefix: str) -> Marked:  # type: ignore[override]
+    def removeprefix(self, prefix: str) -> Marked:
         return self._cut(len(prefix), len(self)) if self.startswith(prefix) else self
 
-    def removesuffix(self, suffix: str) -> Marked:  # type: ignore[override]
+    def removesuffix(self, suffix: str) -> Marked:
         return self._cut(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
 
     def _locate(self, pieces: Sequence[str]) -> list[Marked]:
@@ -185,11 +187,11 @@ class Marked(str):
         lines = self._between(str.splitlines(self, True), "")
         return lines if keepends else [line._cut(0, len("".join(str.splitlines(line)))) for line in lines]
 
-    def partition(self, sep: str) -> tuple[Marked, Marked, Marked]:  # type: ignore[override]
+    def partition(self, sep: str) -> tuple[Marked, Marked, Marked]:
         first, middle, last = self._between(str.partition(self, sep), "")
         return first, middle, last
 
-    def rpartition(self, sep: str) -> tuple[Marked, Marked, Marked]:  # type: ignore[override]
+    def rpartition(self, sep: str) -> tuple[Marked, Marked, Marked]:
         first, middle, last = self._between(str.rpartition(self, sep), "")
         return first, middle, last
 
@@ -211,26 +213,28 @@ class Marked(str):
     def _same_place(self, text: str) -> Marked:
         return Marked(text, self._marks if len(text) == len(self) else None)
 
-    def lower(self) -> Marked:  # type: ignore[override]
+    def lower(self) -> Marked:
         return self._same_place(str.lower(self))
 
-    def upper(self) -> Marked:  # type: ignore[override]
+    def upper(self) -> Marked:
         return self._same_place(str.upper(self))
 
-    def title(self) -> Marked:  # type: ignore[override]
+    def title(self) -> Marked:
         return self._same_place(str.title(self))
 
-    def capitalize(self) -> Marked:  # type: ignore[override]
+    def capitalize(self) -> Marked:
         return self._same_place(str.capitalize(self))
 
-    def casefold(self) -> Marked:  # type: ignore[override]
+    def casefold(self) -> Marked:
         return self._same_place(str.casefold(self))
 
-    def swapcase(self) -> Marked:  # type: ignore[override]
+    def swapcase(self) -> Marked:
         return self._same_place(str.swapcase(self))
 
-    def join(self, items: Iterable[str]) -> Marked:  # type: ignore[override]
-        budget, pieces, total = current_budget(), [], 0
+    def join(self, items: Iterable[str]) -> Marked:
+        budget = current_budget()
+        pieces: list[str] = []
+        total = 0
         for item in items:
             if not isinstance(item, str):
                 raise TypeError(f"join: expected a text, found {type(item).__name__}")

@@ -104,7 +104,7 @@ class _Bounds(NodeTransformer):
     def __init__(self, environment: ChatEnvironment):
         self._environment = environment
 
-    def _call(self, name: str, node: nodes.Expr) -> nodes.Expr:
+    def _call(self, name: str, node: Any) -> Any:
         if isinstance(node, nodes.Const):
             return node
         place = {"lineno": node.lineno, "environment": self._environment}
@@ -238,7 +238,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = _MarkingGenerator
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
-    concat = staticmethod(concat)  # type: ignore[assignment]
+    concat = staticmethod(concat)
 
     def __init__(self) -> None:
         super().__init__(
@@ -250,7 +250,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             autoescape=False,
         )
         self.filters = _bounded_filters()
-        self.tests = {name: _bounded(test, deep=True) for name, test in self.tests.items()}
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = {name: _bounded(test, deep=True) for name, test in tests.items()}
         self.globals = {
             "range": _range,
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
@@ -313,7 +314,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 raise LimitReached(f"it makes a number of more than {MAX_INT_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call of a template: counted; methods of texts go through `Marked`, which bounds them."""
         current_budget().tick()
         owner = getattr(obj, "__self__", None)

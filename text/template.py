@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError, TemplateAssertionError, TemplateSyn
 from fastllm.core.errors import InvalidRequest, TemplateError
 
 from .marked import Budget, LimitReached, Marked, concat, from_template
-from .sandbox import ChatEnvironment, TemplateRefusal, weigh
+from .sandbox import ChatEnvironment, TemplateRefusal
 
 __all__ = ["ChatTemplate", "RenderedPrompt", "check_messages"]
 

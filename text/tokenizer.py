@@ -106,15 +106,7 @@ class Tokenizer:
         text = "".join(piece for piece, _ in parts)
         if not text.isascii():
             _check_unicode(text)
-        ids: list[int] = []
-        at, after = 0, "start"
-        for start, end, token in self._find(text, parts):
-            if start > at:
-                ids += self._merge(text[at:start], after)
-            ids.append(token.id)
-            at, after = end, "control" if token.control else "added"
-        if at < len(text):
-            ids += self._merge(text[at:], after)
+        ids = self._split(text, parts, "start", controls_only=self._vocabulary.space_prefix == "control")
         if add_special:
             prefix, suffix = self._vocabulary.prefix_ids, self._vocabulary.suffix_ids
             if prefix and tuple(ids[: len(prefix)]) != prefix:
@@ -122,6 +114,16 @@ class Tokenizer:
             if suffix and tuple(ids[len(ids) - len(suffix) :]) != suffix:
                 ids += suffix
         return ids
+
+    def _split(self, text: str, parts: Sequence[tuple[str, bool]], after: str, controls_only: bool = False) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        for start, end, token in self._find(text, parts, controls_only):
+            if start > at:
+                ids += self._merge(text[at:start], after)
+            ids.append(token.id)
+            at, after = end, "control" if token.control else "added"
+        return ids + self._merge(text[at:], after) if at < len(text) else ids
 
     def protect(self, literals: Iterable[str]) -> None:
         """Count added tokens whose text occurs in these strings (a chat template's literals) as markers, not as client text.
@@ -145,16 +147,21 @@ class Tokenizer:
 
     def _set_added(self, added: Sequence[Added]) -> None:
         self._added = list(added)
-        self._by_text = {a.text: a for a in added}
+        self._by_text = {self._escape(a.text): a for a in added}
         lengths: dict[str, set[int]] = {}
-        for a in added:
-            lengths.setdefault(a.text[:2], set()).add(len(a.text))
+        for text in self._by_text:
+            lengths.setdefault(text[:2], set()).add(len(text))
         self._lengths = {key: sorted(found, reverse=True) for key, found in lengths.items()}
-        first = "".join(sorted({re.escape(a.text[0]) for a in added}))
+        first = "".join(sorted({re.escape(text[0]) for text in self._by_text}))
         self._candidates = re.compile(f"[{first}]") if first else None
         self._control_ids = {a.id for a in added if a.control} - {self._vocabulary.unk_id}
 
-    def _find(self, text: str, parts: Sequence[tuple[str, bool]]) -> Iterable[tuple[int, int, Added]]:
+    def _escape(self, text: str) -> str:
+        return text.replace(" ", "▁") if self._vocabulary.escaped else text  # as long as before
+
+    def _find(
+        self, text: str, parts: Sequence[tuple[str, bool]], controls_only: bool = False
+    ) -> Iterable[tuple[int, int, Added]]:
         """Yield (start, end, token) of the added tokens in the text, leftmost first, the longest at each place."""
         if self._candidates is None:
             return
@@ -170,20 +177,22 @@ class Tokenizer:
             else:
                 ends.append(at)
                 trusted.append(trust)
+        text = self._escape(text)
+        blank = " \t\r\n\v\f▁" if self._vocabulary.escaped else None
         done = position = 0
         while match := self._candidates.search(text, position):
             start = match.start()
             run = bisect_right(ends, start)
             token = self._longest(text, start, ends[run] if trusted[run] else start)
-            if token is None:
+            if token is None or (controls_only and not token.control):
                 position = start + 1
                 continue
             position = start + len(token.text)
             left, right = start, position
-            while token.lstrip and left > done and text[left - 1].isspace():
-                left -= 1
-            while token.rstrip and right < len(text) and text[right].isspace():
-                right += 1
+            if token.lstrip:
+                left = max(done, len(text[:left].rstrip(blank)))
+            if token.rstrip:
+                right = len(text) - len(text[right:].lstrip(blank))
             yield left, right, token
             done = position = right
 
@@ -196,10 +205,13 @@ class Tokenizer:
         return None
 
     def _merge(self, text: str, after: str) -> list[int]:
-        """Ids of text without added tokens. after: what stands before it: `start`, a `control` or another `added` token."""
+        """Ids of text without added tokens. after: what stands before it: `start`, a `control` or another `added` token, or `prefixed`."""
         where = self._vocabulary.space_prefix
-        reach = {"never": (), "start": ("start",), "control": ("start", "control"), "added": ("start", "control", "added")}
-        if after in reach[where]:
+        if where == "control" and after in ("start", "control"):
+            # SentencePiece itself: the blank comes first, then user-defined pieces are looked for
+            text = " " + text
+            return self._split(text, [(text, False)], "prefixed")
+        if where == "added" and after in ("start", "control", "added"):
             text = " " + text
         return self._run(text, self._library if after == "start" else self._tail_library())
 

@@ -64,8 +64,9 @@ class Added:
 class Vocabulary:
     """What `Tokenizer` runs on. library: merges plain text, adds nothing. special_ids: hidden by `decode`.
 
-    space_prefix: where "▁" is put before text: `never` (or the library does it itself), at the `start` of the text,
-    or after `control` tokens as well, or after every `added` token. tail: builds the library object for text that does not
+    escaped: added tokens are looked for in text whose blanks are written "▁", as SentencePiece does.
+    space_prefix: where "▁" is put before text: `never` (or the library does it itself), at the start and after `control`
+    tokens (SentencePiece), or at the start and after every `added` token (llama.cpp). tail: builds the library object for text that does not
     start the prompt, where that differs.
     """
 
@@ -81,8 +82,9 @@ class Vocabulary:
     end_ids: frozenset[int] = frozenset()
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
-    space_prefix: Literal["never", "start", "control", "added"] = "never"
+    space_prefix: Literal["never", "control", "added"] = "never"
     strips_space: bool = False
+    escaped: bool = False
     tail: Callable[[], tokenizers.Tokenizer] | None = None
 
 
@@ -310,7 +312,7 @@ def _metaspace_bpe(
     library = tokenizers.Tokenizer(model)
     library.normalizer = normalizers.Replace(" ", "▁")
     added, special = _added_by_type(pieces, types)
-    return Vocabulary(pieces, library, False, added, special, byte_ids=byte_ids, unk_id=unknown)
+    return Vocabulary(pieces, library, False, added, special, byte_ids=byte_ids, unk_id=unknown, escaped=True)
 
 
 def _find_merges(pieces: Sequence[str], ids: Mapping[str, int], types: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -387,23 +389,30 @@ def read_sentencepiece_vocabulary(
         byte_ids = {i: int(pieces[i][3:5], 16) for i in np.flatnonzero(types == BYTE).tolist() if BYTE_PIECE.match(pieces[i])}
         if not 0 <= model.unk_id < len(model.types):
             raise bad("unk_id", model.unk_id, f"token ids run from 0 to {size - 1:,}")
-        entries = list(zip(pieces, scores.tolist(), strict=True))
+        # Control pieces never come out of text: here they are spelt with a code point that is no character.
+        hidden = (UNKNOWN, CONTROL)
+        spelt = [f"\ufdd0{i}" if kind in hidden else piece for i, (piece, kind) in enumerate(zip(pieces, types, strict=True))]
+        entries = list(zip(spelt, scores.tolist(), strict=True))
         unigram = guarded(lambda: models.Unigram(entries, model.unk_id, byte_fallback=bool(byte_ids)), "the pieces cannot be used")
         added, special = _added_by_type(pieces, types)
-        vocabulary = Vocabulary(pieces, tokenizers.Tokenizer(unigram), False, added, special, byte_ids=byte_ids)
+        vocabulary = Vocabulary(pieces, tokenizers.Tokenizer(unigram), False, added, special, byte_ids=byte_ids, escaped=True)
     else:
         vocabulary = _metaspace_bpe(pieces, ids, types, scores, cache_dir)
-    steps: list[Any] = []
+    # SentencePiece looks for user-defined pieces in text whose blanks are escaped: one spelt with a blank never occurs.
+    vocabulary.added = [added for added in vocabulary.added if added.control or " " not in added.text]
+    table: list[Any] = []
     if model.charsmap:
-        steps.append(guarded(lambda: normalizers.Precompiled(model.charsmap), "the normalizer table is damaged"))
+        table.append(guarded(lambda: normalizers.Precompiled(model.charsmap), "the normalizer table is damaged"))
+    steps = list(table)
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", "▁"))
+    vocabulary.strips_space = model.add_dummy_prefix
     if model.remove_extra_whitespaces and model.add_dummy_prefix:
         steps.append(normalizers.Prepend("▁"))  # after the trimming, which would remove a blank put there by us
-        vocabulary.strips_space = True
+        vocabulary.tail = _without_prefix(vocabulary.library.model, [*table, normalizers.Replace(" ", "▁")])
     elif model.add_dummy_prefix:
-        vocabulary.space_prefix, vocabulary.strips_space = "control", True
+        vocabulary.space_prefix = "control"
     vocabulary.library.normalizer = normalizers.Sequence(steps)
     vocabulary.bos_id = model.bos_id if 0 <= model.bos_id < size else None
     vocabulary.eos_id = model.eos_id if 0 <= model.eos_id < size else None
@@ -415,6 +424,17 @@ def read_sentencepiece_vocabulary(
     if vocabulary.eos_id is not None and get_bool(config, "add_eos_token", False):
         vocabulary.suffix_ids = (vocabulary.eos_id,)
     return vocabulary
+
+
+def _without_prefix(model: Any, steps: list[Any]) -> Callable[[], tokenizers.Tokenizer]:
+    """For text behind a marker: the same pieces, no blank put in front."""
+
+    def build() -> tokenizers.Tokenizer:
+        library = tokenizers.Tokenizer(model)
+        library.normalizer = normalizers.Sequence(steps)
+        return library
+
+    return build
 
 
 def _add_configured(pieces: list[str], types: list[int], scores: list[float], config: Mapping[str, Any]) -> None:
