@@ -179,6 +179,15 @@ def test_two_distributions_with_one_name_are_both_quarantined_until_an_override(
     assert "plugins.toml:2 names 'unknown', which is not one of them" in wrong.state("acme_npu").reason
 
 
+def test_an_older_copy_further_down_the_path_is_not_a_second_claim(site, env, plugin, tmp_path, monkeypatch):
+    site.install(plugin())
+    older = type(site)(tmp_path / "older")
+    older.install(plugin(), version="0.1.0", module="old_layout")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(older.folder)])
+    state = BackendRegistry(env=env).state("acme_npu")
+    assert (state.state, state.version) == ("ready", "0.3.1")
+
+
 def test_shadowing_a_built_in_quarantines_both_but_never_ref(site, env, plugin):
     site.install(plugin("cpu_avx", 100, head="raise RuntimeError('imported')"), "cpu_avx")
     site.install(plugin("ref", 100, head="raise RuntimeError('imported')"), "ref", "ref-thief", module="thief")
