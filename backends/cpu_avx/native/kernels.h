@@ -1,17 +1,75 @@
 /* The table of kernels of one variant, and the choice of a variant.
  *
  * Arrays are row-major f32 unless said; `ld*` are strides in elements. Each function handles the rows or heads [i0, i1) it is given;
- * the result of a row never depends on how rows are shared between calls or threads.
+ * the result of a row never depends on how rows are shared between calls or threads. Kernels trust their arguments: shapes are
+ * checked when a program is built, indices at the start of every run (program.c).
  */
 #ifndef FL_KERNELS_H
 #define FL_KERNELS_H
 #include "linear.h"
 
+enum { FL_DT_F32, FL_DT_F16, FL_DT_BF16, FL_DT_I32, FL_DT_I8 };
+enum { FL_ACT_SILU, FL_ACT_GELU, FL_ACT_GELU_TANH, FL_ACT_SIGMOID, FL_ACT_TANH, FL_ACT_RELU, FL_ACT_SWIGLU_OAI };
+enum { FL_MASK_CAUSAL, FL_MASK_FULL, FL_MASK_PREFIX, FL_MASK_CHUNK };
+enum { FL_Y_FULL, FL_Y_COLUMNS, FL_Y_ONE, FL_Y_ROWS }; /* shape of the second operand of add and mul */
+
+/* An operand as kernels see it: [rows][d1][d2] with strides s0, s1 in elements and 1; d1 is 1 for matrices. */
+typedef struct {
+    char *p;
+    int64_t rows, s0, s1;
+    int32_t d1, d2, dtype;
+} fl_view;
+
+/* The cache of one attention layer. A block holds, head after head, keys then values:
+ *
+ *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]      keys transposed: eight tokens are one vector
+ *   values = prefix:  K [block_size][Dk]
+ */
+typedef struct {
+    char *p;
+    int64_t block_bytes, num_blocks;
+    int32_t block_size, heads, key_dim, value_dim, dtype; /* dtype: FL_DT_F16 or FL_DT_F32 */
+} fl_cache;
+
+int64_t fl_cache_block_bytes(const fl_cache *cache); /* from everything but block_bytes */
+
+typedef struct {
+    fl_view q, out;
+    fl_cache cache;
+    const int32_t *positions, *query_start, *context_len, *block_table, *prefix_len;
+    const float *sinks, *slopes;
+    int64_t table_stride, sequences;
+    int32_t heads, value_dim, mask, chunk, window;
+    float scale, softcap;
+    int32_t ranges;  /* key ranges of FL_RANGE that the longest context may have */
+    float *partials; /* [T][heads][ranges][value_dim + 2], for units of one key range; NULL: each unit does all ranges */
+} fl_attention;
+
+enum { FL_RANGE = 512, FL_SUB = 64, FL_TILE = 32 }; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
+
 typedef struct {
     const char *name; /* baseline, avx2, avx512, amx */
-    fl_linear_ops linear;
-    /* further families (norms, rope, attention, …) are added here by the files of kernels/ that hold them */
+    const fl_linear_ops *linear;
+    void (*embed)(const int32_t *ids, const fl_view *table, const fl_view *out, int64_t i0, int64_t i1);
+    void (*rms_norm)(const fl_view *x, const float *weight, float eps, const fl_view *out, int64_t i0, int64_t i1);
+    void (*layer_norm)(const fl_view *x, const float *weight, const float *bias, float eps, const fl_view *out, int64_t i0, int64_t i1);
+    void (*rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0, int64_t i1);
+    void (*kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0, int64_t i1);
+    /* one unit: rows [row0, row1) of one sequence, one kv head, key ranges [range0, range1); scratch: fl_attention_scratch */
+    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int64_t row0, int64_t row1, int32_t range0, int32_t range1,
+                      void *scratch);
+    void (*attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
+    void (*act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1, int32_t c0, int32_t c1);
+    void (*add)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1);
+    void (*mul)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1);
+    void (*softmax)(const fl_view *x, const fl_view *out, int64_t i0, int64_t i1);
+    void (*softcap)(const fl_view *x, float cap, const fl_view *out, int64_t i0, int64_t i1);
+    void (*matmul)(const fl_view *a, const fl_view *b, const fl_view *out, int64_t i0, int64_t i1);
+    void (*quantize)(const fl_view *x, int32_t group, const fl_view *codes, const fl_view *scales, int64_t i0, int64_t i1);
+    void (*dequantize)(const fl_view *codes, const fl_view *scales, int32_t group, const fl_view *out, int64_t i0, int64_t i1);
 } fl_kernels;
+
+int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim); /* bytes for one thread */
 
 /* The best variant this machine can run, or the one named by `isa` (NULL: best). NULL if it is unknown or not runnable here. */
 const fl_kernels *fl_kernels_for(const char *isa);

@@ -1,0 +1,390 @@
+"""CpuBackend: this computer's CPU as a device.
+
+Device memory is the host's: buffers are pages of the process, `handle` is an address, and files or step arrays are used in place.
+A segment is compiled (`lower.py`) to one native program; every op can also run alone, through a program of one node, which is how
+the conformance suite sees it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastllm.api import (
+    CATALOGUE,
+    OPSET,
+    Backend,
+    BackendUnavailable,
+    Buffer,
+    CompileEnv,
+    EngineError,
+    HostTensor,
+    KVSpec,
+    MemoryInfo,
+    No,
+    Node,
+    OpFn,
+    OpQuery,
+    OutOfMemory,
+    PackedLayout,
+    Program,
+    ShapeError,
+    StepDims,
+    Stream,
+    Tensor,
+    UsageError,
+    Yes,
+    available_memory,
+    check_alloc,
+    memory_limit,
+)
+
+from . import _native, isa, pack
+from .lower import CACHE_TYPES, Source, lower
+from .program import NativeProgram
+from .threads import choose_threads
+
+__all__ = ["CpuBackend"]
+
+IDLE_SPIN_US = 200.0
+"""How long idle threads watch for the next step before they sleep: longer than the host needs between two steps."""
+BARRIER_SPIN_US = 200.0
+"""How long a thread spins at a barrier before it sleeps."""
+HUGE_BYTES = 4 << 20
+"""Buffers from here on ask for 2 MB pages."""
+MAX_HEAD = 1024
+"""Widest attention head."""
+PROBE_BYTES = 1 << 30
+
+NATIVE_OPS = tuple(name for name in CATALOGUE if name != "sample")
+PLAIN_FLOATS = ("f32", "f16", "bf16")
+
+
+class _HostBuffer(Buffer):
+    """Memory that somebody else owns; kept alive by the reference in `release`."""
+
+    readonly = False
+
+
+class CpuBackend(Backend):
+    """One open CPU. isa: variant that runs; threads: threads in use; warnings_text: what the user should know, "" if nothing."""
+
+    name = "cpu_avx"
+
+    def __init__(self, threads: int = 0, isa: str = "auto", act: str = "int8", kv_dtype: str = "f16", pin: bool = True):
+        """Starts the threads. Raises UsageError for options that cannot be, BackendUnavailable if threads cannot be made."""
+        if threads < 0 or threads > 1024:
+            raise UsageError(f"threads={threads} is outside of 0…1024", who="cpu_avx")
+        if act not in ("int8", "f32") or kv_dtype not in CACHE_TYPES:
+            raise UsageError(f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix="act: int8, f32; kv_dtype: f16, f32")
+        self.isa = _choose(isa)
+        choice = choose_threads(threads, pin)
+        self.threads, self.reason, self.warning = choice.count, choice.reason, choice.warning
+        if choice.warning:
+            warnings.warn(f"cpu_avx: {choice.warning}", RuntimeWarning, stacklevel=2)
+        self._exact, self._kv_dtype = act == "f32", kv_dtype
+        self._used, self._closed = 0, False
+        try:
+            self._pool = _native.Pool(choice.count, choice.cores, IDLE_SPIN_US, BARRIER_SPIN_US)
+        except (OSError, MemoryError) as error:
+            fix = "lower --backend-opt threads=N, or raise the limit on processes (ulimit -u)"
+            raise BackendUnavailable(f"cpu_avx cannot start {choice.count} threads: {error}", who="cpu_avx", fix=fix) from None
+
+    # memory ---------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int, kind: str) -> Buffer:
+        """Zeroed pages; 2 MB pages for large buffers. Raises OutOfMemory if the machine or its control group has not enough."""
+        self._check_open()
+        if nbytes < 0:
+            raise ShapeError(f"a {kind} buffer of {nbytes} bytes")
+        check_alloc(nbytes, kind, self.limits, self._free())
+        try:
+            memory = _native.Memory(nbytes, nbytes >= HUGE_BYTES)
+        except (MemoryError, OverflowError):
+            raise OutOfMemory(f"{kind} buffer of {nbytes:,} bytes: the system refuses it", requested=nbytes, kind=kind) from None
+        self._used += nbytes
+
+        def release() -> None:
+            self._used -= nbytes
+            memory.close()
+
+        return Buffer(nbytes, kind, memory.address, release)
+
+    def _free(self) -> int | None:
+        """Bytes that can still be allocated. Pages count once they are touched, so what buffers hold but nobody touched yet is not
+        seen here; plans are checked against the whole before anything is allocated."""
+        return available_memory()
+
+    def wrap_host(self, view: np.ndarray, readonly: bool) -> Buffer | None:
+        """The array's own memory; None if it is not contiguous. A read-only one refuses uploads."""
+        if not view.flags.c_contiguous or (not readonly and not view.flags.writeable):
+            return None
+        keep = [view]  # the reference that keeps the memory alive until close
+        buffer = _HostBuffer(view.nbytes, "staging", view.ctypes.data, keep.clear)
+        buffer.readonly = readonly
+        return buffer
+
+    def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
+        """Copies bytes in."""
+        _check_range(dst, offset, src.nbytes)
+        if isinstance(dst, _HostBuffer) and dst.readonly:
+            raise ShapeError("upload into read-only host memory")
+        if src.nbytes:
+            _native.copy_in(dst.handle + offset, src)
+
+    def download(self, dst: memoryview, src: Buffer, offset: int, stream: Stream) -> None:
+        """Copies bytes out."""
+        _check_range(src, offset, dst.nbytes)
+        if dst.nbytes:
+            _native.copy_out(dst, src.handle + offset)
+
+    def copy(self, dst: Buffer, dst_offset: int, src: Buffer, src_offset: int, nbytes: int, stream: Stream) -> None:
+        """Memory to memory."""
+        _check_range(dst, dst_offset, nbytes)
+        _check_range(src, src_offset, nbytes)
+        _native.copy_bytes(dst.handle + dst_offset, src.handle + src_offset, nbytes)
+
+    def memory(self) -> MemoryInfo:
+        """total: the control group's limit or the machine's memory; free: what can still be used."""
+        free = available_memory() or 0
+        return MemoryInfo(memory_limit() or _machine_bytes(), free, self._used)
+
+    def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of a block, in the layout of native/kernels.h."""
+        shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
+        return int(_native.cache_block_bytes(block_size, *shape, CACHE_TYPES[self._kv_dtype]))
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def pack_layout(self, shape: Sequence[int], format: str, uses: frozenset[str]) -> PackedLayout | None:
+        """Strips of 32 rows for linear layers and tied embedding tables (pack.py)."""
+        return pack.layout_for(shape, format, uses)
+
+    def pack_weight(self, weight: HostTensor, layout: PackedLayout, dst: Buffer, offset: int) -> None:
+        """Packs with all threads. Raises ShapeError if the weight is not what the layout was made for."""
+        _check_range(dst, offset, layout.nbytes)
+        number = _native.layout_number(layout.id)
+        if number < 0 or tuple(weight.shape) != tuple(layout.shape) or weight.format != layout.format:
+            raise ShapeError(f"weight '{weight.name}' is {weight.format}{list(weight.shape)}; the layout is {layout}")
+        data = np.ascontiguousarray(weight.data)
+        status = self._pool.pack(number, *layout.shape, data, dst.handle + offset)
+        if status < 0:
+            raise ShapeError(f"weight '{weight.name}' has {data.nbytes:,} bytes, which is not {weight.format}{list(weight.shape)}")
+        if status > 0:
+            raise EngineError("the threads of this backend cannot be used: it was opened in another process, or is busy", who="cpu_avx")
+
+    # ops --------------------------------------------------------------------------------------------------------------
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        """Every op of opset 1 but `sample`, on f32 activations."""
+        spec = CATALOGUE.get(q.op)
+        if spec is None or spec.since > OPSET:
+            return No(f"'{q.op}' is not an op of opset {OPSET}")
+        unknown = set(q.attrs) - set(spec.attrs)
+        if unknown:
+            return No(f"'{q.op}' has no attribute {', '.join(sorted(unknown))}")
+        for key, value in q.attrs.items():
+            if spec.attrs[key].choices and value not in spec.attrs[key].choices:
+                return No(f"'{q.op}': {key}={value!r} is not known")
+        if q.op not in NATIVE_OPS:
+            return No("sampled on the host")
+        reason = self._refuse_dtypes(q) or _refuse_shapes(q)
+        return No(reason) if reason else self._answer(q)
+
+    def _refuse_dtypes(self, q: OpQuery) -> str:
+        """Why these operand types do not work; "" if they do."""
+        wanted = _DTYPES[q.op]
+        for index, dtype in enumerate(q.dtypes):
+            if dtype is None:
+                continue
+            known = wanted[index] if index < len(wanted) else ()
+            if dtype in known:
+                continue
+            if "packed" in known and len(q.shapes) > index and q.shapes[index] is not None:
+                shape = [int(d) for d in q.shapes[index] or () if isinstance(d, int)]
+                if pack.layout_for(shape, dtype, frozenset({q.op})) is not None:
+                    continue
+            return f"operand {index} of '{q.op}' in {dtype}"
+        return ""
+
+    def _answer(self, q: OpQuery) -> Yes:
+        if q.op == "linear":
+            block = q.dtypes[1] not in PLAIN_FLOATS
+            return Yes("linear", act="q8_g32" if block and not self._exact else None)
+        if q.op == "attention":
+            return Yes("attention", weight=None if self._kv_dtype == "f32" else self._kv_dtype)
+        return Yes(q.op, angle="f64" if q.op == "rope" else None)
+
+    def ops(self) -> Mapping[str, OpFn]:
+        """Every op alone, by its catalogue name."""
+        return {name: self._single(name) for name in NATIVE_OPS}
+
+    def _single(self, name: str) -> OpFn:
+        def run(*inputs: Tensor | None, out: Any, stream: Stream, ws: Tensor | None, **attrs: Any) -> None:
+            outputs = () if out is None or out == () else out if isinstance(out, tuple) else (out,)
+            self._run_single(name, inputs, outputs, attrs)
+
+        return run
+
+    def _run_single(self, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Mapping[str, Any]) -> None:
+        """A program of one node on these operands, whose shapes are checked by the catalogue's rule."""
+        self._check_open()
+        spec = CATALOGUE[name]
+        operands = [*inputs, *[None] * (len(spec.inputs) - len(inputs))]
+        full = spec.complete_attrs(attrs)
+        shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in operands]
+        results = spec.infer(shapes, [None if t is None else t.spec for t in operands], full)
+        found = [tuple(t.shape) for t in outputs]
+        if found != [shape for shape, _ in results]:
+            raise ShapeError(f"op '{name}' gives {[list(s) for s, _ in results]}, but out is {[list(s) for s in found]}")
+        tensors = {f"in{i}": t for i, t in enumerate(operands) if t is not None} | {f"out{i}": t for i, t in enumerate(outputs)}
+        node = Node(
+            name,
+            tuple(None if t is None else f"in{i}" for i, t in enumerate(operands)),
+            tuple(f"out{i}" for i in range(len(outputs))),
+            full,
+        )
+        dims = StepDims(0, 0, 0)
+        if name == "attention":
+            dims = StepDims(_rows(operands[0]), _rows(operands[4]), 0)
+            _check_step_shapes(operands, dims)
+        elif name == "kv_write" and _rows(operands[3]) != _rows(operands[1]):
+            raise ShapeError(f"op 'kv_write' has {_rows(operands[1])} keys but {_rows(operands[3])} slots")
+
+        def source(value: str) -> Source:
+            tensor = tensors[value]
+            return Source(tensor, tuple(tensor.shape), int(tensor.buffer.handle) + tensor.offset)
+
+        program = self._compile([node], source, _Fixed(dims.T, dims.S, dims.R))
+        try:
+            program.run(dims)
+        finally:
+            program.close()
+
+    def compile(self, sub: Sequence[Node], env: CompileEnv) -> Program | None:
+        """A native program for these nodes; None if one of them has no kernel here."""
+        self._check_open()
+        if any(node.op not in NATIVE_OPS for node in sub):
+            return None
+        graph, tensors = env.graph, env.tensors
+
+        def source(value: str) -> Source:
+            root = tensors[graph.base(value).name]
+            return Source(tensors[value], graph.values[value].shape, int(root.buffer.handle) + root.offset)
+
+        return self._compile(sub, source, env.largest)
+
+    def _compile(self, nodes: Sequence[Node], source: Any, largest: StepDims) -> NativeProgram:
+        lowered = lower(nodes, source, largest, exact=self._exact, kv_dtype=self._kv_dtype, threads=self.threads)
+        return NativeProgram(self.isa, self._pool, lowered, largest, nodes)
+
+    # measuring, closing -----------------------------------------------------------------------------------------------
+
+    def read_bandwidth(self, nbytes: int) -> float | None:
+        """Bytes per second that all threads together read from a buffer of that size (1 GiB at most); None if it cannot be
+        measured."""
+        self._check_open()
+        size = min(max(nbytes, 1 << 20), PROBE_BYTES)
+        free = available_memory()
+        if free is not None and size > free // 2:
+            return None
+        try:
+            memory = _native.Memory(size, True)
+        except MemoryError:
+            return None
+        try:
+            self._pool.touch(memory)
+            seconds = self._pool.read_seconds(memory, 3)
+        finally:
+            memory.close()
+        return size / seconds if seconds > 0 else None
+
+    def close(self) -> None:
+        """Ends the threads. Buffers stay valid until they are closed, programs cannot run any more."""
+        if not self._closed:
+            self._closed = True
+            self._pool.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the cpu_avx backend is used after it was closed")
+
+
+class _Fixed(StepDims):
+    """Dims of an op that runs alone: its shapes are numbers already."""
+
+    def resolve(self, dim: int | str) -> int:
+        """The number itself."""
+        return int(dim)
+
+
+_FLOAT = ("f32",)
+_INT = ("i32",)
+_WEIGHT = (*PLAIN_FLOATS, "packed")
+_DTYPES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "embed": (_INT, _WEIGHT),
+    "linear": (_FLOAT, _WEIGHT, _FLOAT),
+    "matmul": (_FLOAT, PLAIN_FLOATS),
+    "rms_norm": (_FLOAT, _FLOAT),
+    "layer_norm": (_FLOAT, _FLOAT, _FLOAT),
+    "rope": (_FLOAT, _INT, _FLOAT),
+    "kv_write": (("kv",), _FLOAT, _FLOAT, _INT),
+    "attention": (_FLOAT, ("kv",), _INT, _INT, _INT, _INT, _FLOAT, _FLOAT, _INT),
+    "act_mul": (_FLOAT, _FLOAT),
+    "add": (_FLOAT, _FLOAT),
+    "mul": (_FLOAT, _FLOAT),
+    "softmax": (_FLOAT,),
+    "quantize": (_FLOAT,),
+    "dequantize": (("i8",), _FLOAT),
+    "softcap": (_FLOAT,),
+}
+"""Types of the operands, in catalogue order; "packed": any that pack.py has a layout for."""
+
+
+def _refuse_shapes(q: OpQuery) -> str:
+    """Why these shapes do not work; "" if they do."""
+    for index, shape in enumerate(q.shapes):
+        if shape is None:
+            continue
+        if len(shape) > 3:
+            return f"operand {index} has {len(shape)} dimensions; kernels take three at most"
+        if any(isinstance(d, str) for d in shape[1:]) and not (q.op == "attention" and index == 5):
+            return f"operand {index} of shape {list(shape)}: only the leading dimension may vary"
+    if q.op == "attention" and q.shapes and q.shapes[0] is not None:
+        width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)))
+        if width > MAX_HEAD:
+            return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
+    return ""
+
+
+def _choose(asked: str) -> str:
+    return isa.choose(asked)
+
+
+def _rows(t: Tensor | None) -> int:
+    return 0 if t is None else t.shape[0]
+
+
+def _check_step_shapes(operands: Sequence[Tensor | None], dims: StepDims) -> None:
+    """Step arrays of an attention that runs alone; in a compiled program the graph has fixed them."""
+    found = [None if t is None else tuple(t.shape) for t in operands]
+    wanted = {2: (dims.T,), 3: (dims.S + 1,), 8: (dims.S,)}
+    for index, shape in wanted.items():
+        if found[index] is not None and found[index] != shape:
+            raise ShapeError(f"operand '{CATALOGUE['attention'].inputs[index]}' has shape {list(found[index] or ())}, not {list(shape)}")
+    if found[5] is None or len(found[5]) != 2 or found[5][0] != dims.S:
+        raise ShapeError(f"operand 'block_table' has shape {found[5]}, not [{dims.S}, B]")
+
+
+def _check_range(buffer: Buffer, offset: int, nbytes: int) -> None:
+    if offset < 0 or nbytes < 0 or offset + nbytes > buffer.nbytes:
+        raise ShapeError(f"bytes {offset}…{offset + nbytes} are outside of a {buffer.kind} buffer of {buffer.nbytes} bytes")
+
+
+def _machine_bytes() -> int:
+    from .plugin import memory_bytes
+
+    return memory_bytes()
