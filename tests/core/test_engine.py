@@ -260,6 +260,20 @@ def test_one_choice_can_be_cancelled_and_the_others_go_on():
     assert [c.token_ids for c in result.choices] == [[], *(alone([1, 2, 3], params, 9, i)[0] for i in (1, 2))]
 
 
+def test_a_choice_that_is_cancelled_before_it_starts_takes_no_place():
+    runner = FakeRunner(num_blocks=32)
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        handle = engine.submit(ask([1, 2, 3], n=3))
+        gate.wait()
+        handle.cancel(1)
+        gate.step()
+        gate.wait()
+        assert engine.stats().running == 2
+        gate.open()
+        assert [c.finish_reason for c in handle.result().choices] == ["length", "cancelled", "length"]
+
+
 def test_cancelling_what_has_ended_or_leaving_the_context_twice_is_harmless():
     with Engine(FakeRunner()) as engine:
         with engine.submit(ask([1])) as handle:

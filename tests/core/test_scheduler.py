@@ -164,6 +164,16 @@ def test_pressure_preempts_the_youngest_and_changes_no_token():
     assert bench.ended == [old, young]
 
 
+def test_a_prompt_waits_for_room_instead_of_being_preempted_at_once():
+    bench = Bench(num_blocks=5, max_blocks=5)
+    old, young = bench.submit(list(range(9)), max_new=3)[0], bench.submit(list(range(20, 29)), max_new=2)[0]
+    bench.step()
+    assert (old.running, young.running) == (True, False)
+    bench.finish()
+    assert bench.ended == [old, young]
+    assert bench.scheduler.num_preemptions == 0
+
+
 def test_a_sequence_that_fills_the_whole_cache_runs():
     bench = Bench(num_blocks=4, max_blocks=4)
     bench.submit(list(range(13)), max_new=3)
