@@ -7,7 +7,6 @@ the conformance suite sees it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +69,8 @@ class _HostBuffer(Buffer):
 
 
 class CpuBackend(Backend):
-    """One open CPU. isa: variant that runs; threads: threads in use; warnings_text: what the user should know, "" if nothing."""
+    """One open CPU. isa: variant that runs; threads: how many compute; reason: why so many; warning: what is wrong with the number
+    that was asked for, "" if nothing."""
 
     name = "cpu_avx"
 
@@ -83,8 +83,6 @@ class CpuBackend(Backend):
         self.isa = _choose(isa)
         choice = choose_threads(threads, pin)
         self.threads, self.reason, self.warning = choice.count, choice.reason, choice.warning
-        if choice.warning:
-            warnings.warn(f"cpu_avx: {choice.warning}", RuntimeWarning, stacklevel=2)
         self._exact, self._kv_dtype = act == "f32", kv_dtype
         self._used, self._closed = 0, False
         try:

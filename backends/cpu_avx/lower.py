@@ -425,6 +425,8 @@ def _checked_strides(s: Source, dtypes: tuple[str, ...]) -> tuple[int, ...]:
     if t.dtype not in dtypes or t.packed is not None:
         raise ShapeError(f"an operand of {' or '.join(dtypes)} is needed, not {'packed ' if t.packed else ''}{t.dtype}")
     strides = t.strides if t.strides is not None else contiguous(t.shape)
+    if 0 in t.shape:
+        return contiguous(t.shape)  # nothing is read or written, whatever the strides say
     if len(strides) != len(t.shape) or min(strides, default=0) < 0:
         raise ShapeError(f"strides {list(strides)} of shape {list(t.shape)} are negative or of another rank")
     if t.shape and t.shape[-1] > 1 and len(t.shape) > 1 and strides[-1] != 1:

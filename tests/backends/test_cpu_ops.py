@@ -41,7 +41,7 @@ class Bench:
         outs = out if isinstance(out, tuple) else (out,)
         operands = [self.tensor(i) for i in inputs]
         results = tuple(self.tensor(o) for o in outs)
-        self.ops[op](*operands, out=results if len(results) > 1 else results[0], stream=Stream(), ws=None, **attrs)
+        self.ops[op](*operands, out=results[0] if len(results) == 1 else results, stream=Stream(), ws=None, **attrs)
         return out
 
     def packed(self, format, data, shape):
