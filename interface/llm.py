@@ -59,7 +59,7 @@ class Answer:
     """An answer in the making: iterate for pieces; `completion` is there at the end. Leaving the iteration cancels it."""
 
     def __init__(self, handle: RequestHandle, tokenizer: Tokenizer, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0):
-        self._handle, self._index, self._end_ids = handle, index, end_ids
+        self._handle, self._index, self._end_ids, self._vocab_size = handle, index, end_ids, tokenizer.vocab_size
         self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.params.stop or ())
         self._prompt_ids, self._ids, self._parts = prompt_ids, list[int](), list[str]()
         self._logprobs: list[TokenLogprobs] = []
@@ -102,7 +102,8 @@ class Answer:
             self._ids.append(event.token_id)
             if event.logprob is not None:
                 self._logprobs.append(TokenLogprobs(event.token_id, event.logprob, event.top_logprobs or ()))
-            if not (reason == "stop" and self._ends(event.token_id)):
+            # Embeddings may have more rows than the vocabulary has pieces (padding); such an id has no text.
+            if event.token_id < self._vocab_size and not (reason == "stop" and self._ends(event.token_id)):
                 text = self._detokenizer.push(event.token_id)
         if self._detokenizer.stopped is not None:
             reason = "stop"

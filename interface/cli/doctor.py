@@ -29,8 +29,8 @@ def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, d
     registry = BackendRegistry(plugins_file)
     names = [name] if name else registry.names()
     if name:
-        registry.state(name, probe=False)  # an unknown name is an error with close matches
-    backends = {n: _backend(registry, n, plugins_file) for n in names}
+        registry.check_name(name)
+    backends = {n: _backend(n, plugins_file) for n in names}
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
     facts["backends"] = backends
     if not name:
@@ -78,17 +78,14 @@ def _caches() -> dict[str, str]:
     return result | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _backend(registry: Any, name: str, plugins_file: Path | None) -> dict[str, Any]:
+def _backend(name: str, plugins_file: Path | None) -> dict[str, Any]:
     """State of one backend, probed in a child, and its environment if it is ready."""
     from ..core.plugins import probe_in_child
 
     probe = probe_in_child(name, plugins_file=plugins_file)
     if probe.outcome != "answered":
         return {"state": "broken", "reason": f"the probe {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={name}", "exit_code": 3}
-    facts = dict(probe.state)
-    facts["environment"] = registry.environment(name) if facts["state"] == "ready" else {}
-    facts["exit_code"] = facts["error"]["exit_code"] if facts.get("error") else 0
-    return facts
+    return dict(probe.state)
 
 
 def _advice(facts: dict[str, Any]) -> list[str]:
