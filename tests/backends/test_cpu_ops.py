@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
+
 from fastllm.api import EngineError, HostTensor, KVSpec, ShapeError, Stream, Tensor
 from fastllm.backends.cpu_avx import isa
 from fastllm.backends.cpu_avx.backend import CpuBackend
@@ -321,7 +323,7 @@ class Sequences:
         value_dim = self.spec.value_dim or attrs["value_dim"]
         attrs = {"scale": 0.125, **attrs}
         out = kit.run("attention", q, self.cache, p, starts, ctx, self.table, sinks, slopes, prefix, shape=(*q.shape[:2], value_dim), **attrs)
-        return [out[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        return [out[a:b] for a, b in pairwise(starts)]
 
 
 def reference(q, position, keys, values, see, *, scale=0.125, softcap=0.0, sinks=None, slopes=None):
