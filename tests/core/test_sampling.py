@@ -36,6 +36,13 @@ def reference_exp(t: np.ndarray) -> np.ndarray:
     return np.ldexp(p, k.astype(np.int32))
 
 
+def reference_weights(z: np.ndarray, temperature: np.floating[Any]) -> list[int]:
+    """Step 5's weights of logits f32 [n] in descending order."""
+    with np.errstate(over="ignore", under="ignore"):
+        t = (z - z[0]) * (F(1) / temperature)
+        return [int(x) for x in np.rint(reference_exp(t).astype(np.float64) * 2.0**40)]
+
+
 def reference_sample(
     logits: np.ndarray, u: float, temperature: float, top_k: int, top_p: float, min_p: float,
     adjustments: list[Adjustment] | None = None, allowed: np.ndarray | None = None,
@@ -62,10 +69,7 @@ def reference_sample(
     order = np.lexsort((np.arange(len(z)), -z))  # 4
     if temperature <= F(1e-5):
         return int(order[0])
-    z = z[order]
-    with np.errstate(over="ignore", under="ignore"):
-        t = (z - z[0]) * (F(1) / temperature)  # 5
-        w = [int(x) for x in np.rint(reference_exp(t).astype(np.float64) * 2.0**40)]
+    w = reference_weights(z[order], temperature)  # 5
     if 0 < top_k < len(z):  # 6
         w = w[:top_k]
     if top_p < 1:  # 7
@@ -271,6 +275,26 @@ def test_shares_round_up_to_whole_weights(top_k: int) -> None:
         logits = [0, math.log(weight) + unit, -math.inf, -math.inf]
         assert one(logits, min_p=1e-9, top_k=top_k, u=last) == expected
         assert one(logits, top_k=top_k, u=last) == 1
+
+
+def test_the_draw_changes_exactly_where_the_cumulative_weight_does() -> None:
+    assert one([0, 0], u=np.nextafter(0.5, 0)) == 0
+    assert one([0, 0], u=0.5) == 1
+    logits = np.sort(np.random.default_rng(5).standard_normal(60).astype(np.float32))[::-1]
+    cumulative = np.cumsum(reference_weights(logits, F(0.9)))
+    edges = [edge + shift for edge in cumulative[:-1] for shift in (-0.5, 0.5)]
+    for top_k in (0, 59):
+        batch = Batch(np.repeat(logits[None, :], len(edges), axis=0))
+        batch.u, batch.temperature[:], batch.top_k[:] = np.array(edges) / cumulative[-1 - (top_k > 0)], 0.9, top_k
+        batch.u = np.minimum(batch.u, np.nextafter(1.0, 0.0))
+        expected = [min(i // 2 + i % 2, 59 - (top_k > 0)) for i in range(len(edges))]
+        assert batch.sample() == batch.expected() == expected
+
+
+def test_tokens_far_below_the_best_still_have_their_chance() -> None:
+    logits = [0.0] + [-math.inf] * 127 + [-25.0] * 128  # weights of 15 in a chunk of their own
+    assert one(logits, u=np.nextafter(1.0, 0.0)) == 255
+    assert one(logits, u=0.999) == 0
 
 
 def test_temperature_sharpens_and_flattens() -> None:
