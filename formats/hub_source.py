@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import threading
@@ -26,8 +27,8 @@ __all__ = ["Repo", "cached_repos", "needed_files", "parse_repo", "resolve_repo"]
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = frozenset(
-    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json "
-    "chat_template.jinja LICENSE LICENSE.md LICENSE.txt LICENCE NOTICE USE_POLICY.md".split()
+    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json chat_template.jinja LICENSE LICENSE.md LICENSE.txt LICENCE NOTICE USE_POLICY.md".split()
 )
 SPLIT = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.(?P<kind>gguf|safetensors)", re.DOTALL)
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -255,7 +256,7 @@ def _fetch(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hooks) -
     import huggingface_hub
 
     cache, folder = _hub_cache(cache_dir), repo.folder(cache_dir)
-    with _hub_errors(repo):
+    with _hub_errors(repo, cache):
         info = huggingface_hub.HfApi().model_info(repo.id, revision=repo.revision, files_metadata=True)
     sizes: dict[str, int] = {s.rfilename: int(s.size or 0) for s in info.siblings or []}
     commit = str(info.sha)
@@ -267,12 +268,7 @@ def _fetch(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hooks) -
     check_space(cache, sum(sizes[n] for n in missing), repo.label)
     done, total = 0, sum(sizes[n] for n in missing)
     for name in missing:
-        with (
-            _hub_errors(repo),
-            disk_errors(name, cache, sizes[name]),
-            _watched(folder / "blobs", done, total, name, hooks),
-            _quiet(),
-        ):
+        with _hub_errors(repo, cache, sizes[name]), _watched(folder / "blobs", done, total, name, hooks), _quiet():
             path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, cache_dir=str(cache)))
         if sizes[name] and path.stat().st_size != sizes[name]:
             got = path.stat().st_size
@@ -337,7 +333,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hub_errors(repo: Repo) -> Iterator[None]:
+def _hub_errors(repo: Repo, cache: Path, needed: int | None = None) -> Iterator[None]:
     from huggingface_hub import errors
 
     try:
@@ -361,6 +357,9 @@ def _hub_errors(repo: Repo) -> Iterator[None]:
             fix="check the name; for a private one run `hf auth login`",
         ) from None
     except Exception as exc:  # the library raises errors of several HTTP packages, which change with its version
+        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            with disk_errors(repo.label, cache, needed):  # of the disk, not of the network, whose errors are OSErrors too
+                raise
         reason: Any = exc
         while isinstance(reason, Exception) and reason.__cause__ is not None:
             reason = reason.__cause__

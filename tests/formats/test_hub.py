@@ -1,0 +1,225 @@
+"""Hub repositories: which files are needed, one commit for all of them, errors that say what to do – without a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from fastllm.core.errors import DownloadError, ModelNotFound, UnsupportedError, UsageError
+from fastllm.formats import list_cached, open_model, resolve
+from fastllm.formats.hub_source import Repo, needed_files, parse_repo
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = Repo("org/name")
+
+
+def http_error(kind, text="x"):
+    """An error of the hub's library without the response it wants."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    return error
+
+
+class Hub:
+    """The hub as the library shows it: files of one repository, and what was asked."""
+
+    def __init__(self, files: dict[str, bytes]):
+        self.files, self.asked, self.sizes, self.error = files, [], {}, None
+
+    def model_info(self, repo_id, revision=None, files_metadata=False):
+        if self.error:
+            raise self.error
+        self.asked.append(("info", revision))
+        rows = [SimpleNamespace(rfilename=n, size=self.sizes.get(n, len(raw))) for n, raw in self.files.items()]
+        return SimpleNamespace(siblings=rows, sha=COMMIT)
+
+    def download(self, repo_id, name, revision=None, cache_dir=None):
+        assert revision == COMMIT  # every file of the one commit
+        self.asked.append(name)
+        root = Path(cache_dir) / f"models--{repo_id.replace('/', '--')}"
+        blob, link = root / "blobs" / name.replace("/", "_"), root / "snapshots" / revision / name
+        for path in (blob, link):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(self.files[name])
+        link.symlink_to(blob)
+        return str(link)
+
+
+@pytest.fixture
+def hub(data, tmp_path, monkeypatch):
+    """A repository with a safetensors model, more files than needed, and an empty hub cache."""
+    made = Hub(
+        {
+            "config.json": b'{"model_type": "llama"}',
+            "model.safetensors": (data / "tiny.safetensors").read_bytes(),
+            "tokenizer.json": b"{}",
+            "tokenizer_config.json": b"{}",
+            "LICENSE": b"Be good.",
+            "pytorch_model.bin": b"\x80\x04.",
+            "modeling_evil.py": b"raise SystemExit",
+            "onnx/model.onnx": b"x",
+        }
+    )
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
+    for name in ("HF_HUB_OFFLINE", "FASTLLM_OFFLINE", "HF_HUB_CACHE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("FASTLLM_HOME", str(tmp_path / "home"))
+    return made
+
+
+@pytest.fixture
+def gguf(data):
+    return (data / "tiny.gguf").read_bytes()
+
+
+def test_only_needed_files_are_fetched_and_found_again_without_the_hub(hub):
+    seen, licences = [], []
+    path = resolve("org/name", progress=lambda *a: seen.append(a), licence=lambda title, text: licences.append((title, text)))
+    assert sorted(n for n in hub.asked if isinstance(n, str)) == ["LICENSE", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert licences == [("org/name: LICENSE", "Be good.")]
+    total = sum(len(hub.files[n]) for n in hub.asked if isinstance(n, str))
+    assert seen[-1][:2] == (total, total)
+    open_model(path).close()
+
+    hub.error = RuntimeError("the hub was asked")
+    for name in ("org/name", "hf:org/name", f"hf:org/name@{COMMIT}"):
+        assert resolve(name) == path
+        assert resolve(name, offline=True) == path
+    assert resolve("org/name", revision="main") == path
+    assert [m.name for m in list_cached()] == ["hf:org/name"]
+    with pytest.raises(DownloadError, match="could not be downloaded"):
+        resolve("org/name", refresh=True)
+    with pytest.raises(DownloadError):
+        resolve("org/name@v2")
+
+
+def test_cache_dir_holds_the_hub_cache_too(hub, tmp_path):
+    path = resolve("org/name", cache_dir=tmp_path / "given")
+    assert path.is_relative_to(tmp_path / "given" / "hub")
+    assert resolve("org/name", cache_dir=tmp_path / "given", offline=True) == path
+    with pytest.raises(DownloadError):
+        resolve("org/name", offline=True)
+
+
+def test_shards_come_with_their_index(hub):
+    hub.files.pop("model.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    for name in index["weight_map"].values():
+        hub.files[name] = b"x"
+    path = resolve("org/name")
+    assert {p.name for p in path.iterdir()} >= set(index["weight_map"].values())
+    assert resolve("org/name", offline=True) == path
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DownloadError, match="not complete in the cache"):
+        resolve("org/name", offline=True)
+
+
+def test_a_gguf_repository_needs_the_file_unless_there_is_one(hub, gguf):
+    hub.files = {"a-q4.gguf": gguf, "a-q8.gguf": gguf, "README.md": b""}
+    with pytest.raises(UsageError, match="2 GGUF files; say which") as caught:
+        resolve("hf:org/name")
+    assert "a-q4.gguf, a-q8.gguf" in caught.value.why
+    path = resolve("hf:org/name:a-q8.gguf")
+    assert path.read_bytes() == gguf
+    assert resolve("org/name:a-q8.gguf", offline=True) == path
+    with pytest.raises(ModelNotFound, match=r"no file 'a-q9.gguf'") as missing:
+        resolve("hf:org/name:a-q9.gguf")
+    assert "a-q8.gguf" in missing.value.why
+
+    said: list[str] = []
+    assert resolve("hf:org/name", notice=said.append) == path  # the one in the cache, but not without a word
+    assert "using the one GGUF file in the cache, a-q8.gguf" in said[0]
+
+
+def test_a_split_gguf_comes_whole(hub, data):
+    hub.files = {f"sub/{p.name}": p.read_bytes() for p in data.glob("split-*.gguf")}
+    path = resolve("org/name")
+    assert path.name == "split-00001-of-00003.gguf"
+    open_model(path).close()
+    (path.parent / "split-00003-of-00003.gguf").unlink()
+    hub.error = RuntimeError("asked")
+    with pytest.raises(DownloadError):
+        resolve("org/name:sub/split-00001-of-00003.gguf")
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "text"),
+    [
+        (["pytorch_model.bin", "config.json"], UnsupportedError, "only pickled weights"),
+        (["README.md"], ModelNotFound, "holds no model"),
+        (["m-00001-of-00003.gguf", "m-00002-of-00003.gguf"], DownloadError, "lacks 1 of 3 files of the set: m-00003"),
+    ],
+)
+def test_repositories_that_cannot_be_used(files, error, text):
+    with pytest.raises(error, match=text):
+        needed_files(REPO, files)
+
+
+def test_other_files_of_a_repository_cannot_be_named():
+    with pytest.raises(UsageError, match="no GGUF file"):
+        needed_files(Repo("a/b", file="x.bin"), ["x.bin"])
+
+
+def test_a_file_of_the_wrong_length_is_removed(hub):
+    hub.sizes["model.safetensors"] = 10_000
+    with pytest.raises(DownloadError, match=r"model.safetensors has \d+ bytes, the hub says 10000"):
+        resolve("org/name")
+    assert list_cached() == []
+
+
+def test_too_little_space_is_seen_first(hub, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(DownloadError, match="no space for hf:org/name"):
+        resolve("org/name")
+    assert hub.asked == [("info", "main")]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (http_error(errors.RepositoryNotFoundError), ModelNotFound, "the hub has no model 'org/name'"),
+        (http_error(errors.GatedRepoError), DownloadError, "gated"),
+        (http_error(errors.RevisionNotFoundError), ModelNotFound, "no revision 'main'"),
+        (ConnectionError("Name or service not known"), DownloadError, "could not be downloaded from hub.example"),
+        (TimeoutError("slow\x1b[2J"), DownloadError, "could not be downloaded"),
+        (OSError(28, "No space left on device"), DownloadError, "no space for hf:org/name"),
+        (PermissionError(13, "Permission denied"), DownloadError, "cannot be written"),
+    ],
+)
+def test_errors_of_the_hub_say_what_to_do(hub, monkeypatch, error, kind, text):
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:secret@hub.example")
+    hub.error = error
+    with pytest.raises(kind, match=text) as caught:
+        resolve("org/name")
+    assert caught.value.fix
+    assert "secret" not in caught.value.render()
+    assert "\x1b" not in caught.value.render()
+
+
+def test_ctrl_c_passes_through(hub):
+    hub.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        resolve("org/name")
+
+
+def test_the_hubs_own_offline_switch_is_obeyed(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError, match="downloads are off"):
+        resolve("org/name")
+    assert hub.asked == []
+
+
+def test_names_are_taken_apart():
+    assert parse_repo("a/b") == Repo("a/b", "main", "")
+    assert parse_repo("a/b@v1:sub/c d.gguf") == Repo("a/b", "v1", "sub/c d.gguf")
+    assert parse_repo("a/b", "dev").label == "hf:a/b@dev"
