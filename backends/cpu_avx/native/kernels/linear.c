@@ -1,0 +1,582 @@
+/* The linear kernels of one variant: y = x * W^T for packed weights (layouts.h has the layouts and the exact arithmetic).
+ *
+ * Few rows (1-4), "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for all rows;
+ * a tile is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed.
+ *
+ * Many rows, "prefill": limited by multiply-adds. A chunk of 256 k x 32 outputs is unpacked once to one byte per code, in L1
+ *     chunk.codes: [tile of 32 k][step of 4 k][32 rows][4 k]   8 KB          chunk.sw, msw, mw: [group][32 rows]
+ * and multiplied with all rows of a row block, 4 rows x 2 vectors of outputs at a time, so that one load of weights serves 4 rows
+ * and one load of activations 2 vectors. The f32 sums of the row block wait in L1/L2 between chunks.
+ *
+ * On AVX2 pairs of products are added in 16 bits for as long as the largest code allows (8, 4 or 2 steps), which leaves two
+ * instructions for 32 multiply-adds; signed 8-bit codes need four. AVX-512 VNNI: one for 64.
+ *
+ * The amx variant uses these AVX-512 VNNI kernels for all row counts; it has no tile kernels yet.
+ */
+#include "layouts.h"
+#include "simd.h"
+
+enum { VECTORS = FL_STRIP / FL_LANES, VB = 4 * FL_LANES, CHUNK = 256, CHUNK_TILES = CHUNK / FL_TILE_K, CHUNK_GROUPS = CHUNK / 16 };
+enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DECODE_ROWS = 4, PREFETCH = 3072 };
+
+/* Vector variants: one copy of every kernel per layout and row count, unrolled, so that sums stay in registers. Plain C: one copy of
+ * each for everything, told at run time what to do (a hundred unrolled copies without vector types take a compiler minutes). */
+#ifdef FL_PLAIN_C
+#define UNROLL
+#define KERNEL static __attribute__((noinline))
+#define PART static
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#define KERNEL FL_INLINE
+#define PART FL_INLINE
+#endif
+
+typedef struct {
+    _Alignas(64) uint8_t codes[CHUNK_TILES][TILE];
+    _Alignas(64) float sw[CHUNK_GROUPS][FL_STRIP], msw[CHUNK_GROUPS][FL_STRIP], mw[CHUNK_GROUPS][FL_STRIP];
+    _Alignas(64) float acc[ROW_BLOCK][FL_STRIP];
+    _Alignas(64) float values[DEPTH][FL_STRIP]; /* a block of 64 k as f32: plain formats and exact mode */
+} scratch_space;
+
+typedef char scratch_is_large_enough[sizeof(scratch_space) <= FL_LINEAR_SCRATCH ? 1 : -1];
+
+/* Where results go. */
+typedef struct {
+    const float *bias; /* NULL: none */
+    float *y;
+    size_t ldy;
+    int N, accumulate;
+} target;
+
+static void store_strip(const target *to, int row, int strip, const float *acc) {
+    const int n0 = strip * FL_STRIP, count = to->N - n0 < FL_STRIP ? to->N - n0 : FL_STRIP;
+    float *y = to->y + (size_t)row * to->ldy + n0;
+    const float *bias = to->bias ? to->bias + n0 : NULL;
+    if (count == FL_STRIP) {
+        for (int v = 0; v < FL_STRIP; v += FL_LANES) {
+            vf a = vf_load(acc + v);
+            if (bias) a = vf_add(a, vf_load(bias + v));
+            vf_store(y + v, to->accumulate ? vf_add(vf_load(y + v), a) : a);
+        }
+        return;
+    }
+    for (int n = 0; n < count; n++) {
+        const float a = bias ? acc[n] + bias[n] : acc[n];
+        y[n] = to->accumulate ? y[n] + a : a;
+    }
+}
+
+/* ---- activations ------------------------------------------------------------------------------------------------------ */
+
+/* One group of 32: codes and record. The largest magnitude is found in integers, so that NaN and infinity come out on top. */
+FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
+    int32_t sum[2] = {0, 0};
+    uint32_t top = 0;
+#if defined(__AVX2__) && !defined(FL_EMULATE)
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256 v[4];
+    __m256i c[4], m = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
+    }
+    __m128i m4 = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0x4e));
+    m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0xb1));
+    top = (uint32_t)_mm_cvtsi128_si32(m4);
+#else
+    for (int i = 0; i < 32; i++) {
+        const uint32_t bits = fl_float_bits(x[i]) & 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+#endif
+    const float amax = fl_bits_float(top);
+    if (top >= 0x7f800000) {
+        memset(codes, 0, 32);
+        g->scale = g->scaled = fl_bits_float(0x7fc00000), g->sum[0] = g->sum[1] = 0;
+        return;
+    }
+    const float inverse = amax < 0x1p-100f ? 0.0f : 127.0f / amax;
+#if defined(__AVX2__) && !defined(FL_EMULATE)
+    UNROLL for (int i = 0; i < 4; i++) c[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(inverse)));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    const __m256i halves = _mm256_hadd_epi32(_mm256_add_epi32(c[0], c[1]), _mm256_add_epi32(c[2], c[3]));
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)); /* a a b b */
+    s = _mm_hadd_epi32(s, s);
+    sum[0] = _mm_cvtsi128_si32(s), sum[1] = _mm_extract_epi32(s, 1);
+#else
+    for (int i = 0; i < 32; i++) { /* adding 1.5 * 2^23 rounds to an integer, half to even */
+        const int32_t code = (int32_t)(fl_float_bits(x[i] * inverse + FL_MAGIC) - FL_MAGIC_BITS);
+        codes[i] = (int8_t)code;
+        sum[i / 16] += code;
+    }
+#endif
+    g->scale = amax / 127.0f;
+    g->sum[0] = sum[0], g->sum[1] = sum[1];
+    g->scaled = g->scale * (float)(sum[0] + sum[1]);
+}
+
+static void prepare(fl_acts *a, const float *x, size_t ldx, int row0, int row1) {
+    for (int row = row0; row < row1; row++) {
+        const float *in = x + (size_t)row * ldx;
+        if (a->kind == FL_KIND_F32) memcpy(fl_floats(a, row), in, (size_t)a->K * 4);
+        else
+            for (int g = 0; g < a->K / 32; g++) quantise_group(in + 32 * g, fl_codes(a, row) + 32 * g, fl_groups(a, row) + g);
+    }
+}
+
+/* ---- weights ---------------------------------------------------------------------------------------------------------- */
+
+/* What unsigned codes count from, as these kernels see them. */
+FL_INLINE int zero_of(const fl_layout *L) { return L->is_signed ? (FL_WIDEN ? 0 : 128) : L->zero; }
+
+/* Codes of step j (k 4j..4j+3 of the tile) for rows FL_LANES*v...: unsigned, or, with FL_WIDEN, signed for signed layouts. */
+PART vb codes_of(const fl_layout *L, const uint8_t *tile, int j, int v) {
+    const uint8_t *low = tile + fl_low_at(L) + VB * v, *high = tile + fl_high_at(L) + VB * v;
+    vb q;
+    if (L->low == 8) q = vb_load(low + FL_LINE * j);
+    else if (L->low == 4) {
+        q = vb_load(low + FL_LINE * (j / 2));
+        q = vb_and(j % 2 ? vb_shr(q, 4) : q, vb_set1(15));
+    } else {
+        q = vb_load(low + FL_LINE * (j / 4));
+        q = vb_and(j % 4 ? vb_shr(q, 2 * (j % 4)) : q, vb_set1(3));
+    }
+    if (L->high) {
+        const int from = L->high == 1 ? j : 2 * (j % 4), to = L->low;
+        vb h = vb_load(high + (L->high == 1 ? 0 : FL_LINE * (j / 4)));
+        h = from > to ? vb_shr(h, from - to) : from < to ? vb_shl(h, to - from) : h;
+        q = vb_or(q, vb_and(h, vb_set1((uint8_t)(((1 << L->high) - 1) << to))));
+    }
+    if (L->table) q = vb_lookup(L->table == FL_TABLE_E2M1 ? FL_E2M1 : FL_NONLINEAR, q);
+    return L->is_signed && !FL_WIDEN ? vb_xor(q, vb_set1(0x80)) : q;
+}
+
+/* Half-precision scales of a block of 256, converted once. */
+FL_INLINE void convert_head(const fl_layout *L, const uint8_t *head, float *dm) {
+    if (L->block == 256)
+        for (int i = 0; i < (L->minimum ? 2 : 1) * FL_STRIP; i += FL_LANES) vf_store(dm + i, vf_halves(head + 2 * i));
+}
+
+/* sw and mw of group `half` of a tile, for rows FL_LANES*v...; as fl_scales. dm: from convert_head. */
+PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, const uint8_t *tile, int half, int v, vf *sw, vf *mw) {
+    const int r = FL_LANES * v;
+    const uint8_t *bytes = tile + FL_STRIP * half + r;
+    *mw = vf_zero();
+    if (L->scale == FL_SCALE_HALF) {
+        *sw = vf_halves(head + 2 * r);
+        if (L->minimum) *mw = vf_halves(head + 64 + 2 * r);
+    } else if (L->scale == FL_SCALE_BYTES) *sw = vf_mul(vf_load(dm + r), vf_ints(vi_i8s(bytes)));
+    else if (L->scale == FL_SCALE_PAIR) {
+        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_u8s(bytes)));
+        *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_u8s(bytes + FL_STRIP))));
+    } else if (L->scale == FL_SCALE_NIBS) {
+        const vi both = vi_u8s(bytes);
+        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_and(both, vi_set1(15))));
+        *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_shr(both, 4))));
+    } else {
+        float s[FL_LANES];
+        for (int i = 0; i < FL_LANES; i++) s[i] = fl_exponent_scale(head[r + i]);
+        *sw = vf_load(s);
+    }
+}
+
+/* ---- integer sums of one group ------------------------------------------------------------------------------------------ */
+
+/* sum[r][v] = FL_MAGIC_BITS + sum of (q - zero) * x over one group (STEPS steps from `first`), for R rows and NV vectors from v0.
+ * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0; records: those of row 0. */
+PART void group_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half, const int v0,
+                          const int8_t *x, size_t ldx, const fl_group *record, size_t ldr, vi sum[4][4]) {
+    const int steps = L->group / 4, first = half * steps, zero = zero_of(L);
+    UNROLL for (int r = 0; r < R; r++) {
+        const int32_t *s = record[r * ldr].sum;
+        const int32_t start = FL_MAGIC_BITS - zero * (L->group == 16 ? s[half] : s[0] + s[1]);
+        UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(start);
+    }
+#define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
+#if FL_WIDEN
+    if (L->is_signed) {
+        UNROLL for (int j = first; j < first + steps; j++) {
+            vb w[4], m[4];
+            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v), m[v] = vb_abs(w[v]);
+            UNROLL for (int r = 0; r < R; r++) {
+                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+                UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_add(sum[r][v], vi_pairs16(dot2_u8i8(m[v], vb_sign(xs, w[v]))));
+            }
+        }
+        return;
+    }
+    const int run = L->top <= 15 ? 8 : L->top <= 31 ? 4 : 2, flush = run < steps ? run : steps; /* 2 * 127 * top * run < 2^15 */
+    UNROLL for (int f = first; f < first + steps; f += flush) {
+        vi part[4][4];
+        UNROLL for (int j = f; j < f + flush; j++) {
+            vb w[4];
+            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
+            UNROLL for (int r = 0; r < R; r++) {
+                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+                UNROLL for (int v = 0; v < NV; v++) {
+                    const vi products = dot2_u8i8(w[v], xs);
+                    part[r][v] = j == f ? products : vi_add16(part[r][v], products);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_add(sum[r][v], vi_pairs16(part[r][v]));
+    }
+#else
+    UNROLL for (int j = first; j < first + steps; j++) {
+        vb w[4];
+        UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
+        UNROLL for (int r = 0; r < R; r++) {
+            const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+            UNROLL for (int v = 0; v < NV; v++) sum[r][v] = dot4_u8i8(sum[r][v], w[v], xs);
+        }
+    }
+#endif
+#undef WEIGHTS
+}
+
+/* sx * S of one group. */
+FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
+    return L->group == 16 ? g->scale * (float)g->sum[half] : g->scaled;
+}
+
+/* ---- few rows ------------------------------------------------------------------------------------------------------------ */
+
+KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0, int strip1) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    const int NV = R == 1 || VECTORS == 2 ? VECTORS : 2, tiles = L->block / FL_TILE_K, tile_bytes = fl_tile_bytes(L);
+    const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
+    const int blocks = w->K / L->block;
+    const uint8_t *p = w->data + (size_t)strip0 * fl_strip_bytes(L, w->K);
+    for (int s = strip0; s < strip1; s++) {
+        const int8_t *x = fl_codes(a, row0);
+        const fl_group *record = fl_groups(a, row0);
+        vf acc[4][4];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vf_zero();
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t *head = p;
+            float dm[2 * FL_STRIP];
+            convert_head(L, head, dm);
+            p += L->head;
+            for (int t = 0; t < tiles; t++, p += tile_bytes, x += FL_TILE_K, record++) {
+                UNROLL for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(p + PREFETCH + i, 0, 3);
+                UNROLL for (int half = 0; half < 32 / L->group; half++)
+                    UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+                        vi sum[4][4];
+                        group_sums(L, 1, R, NV, p, half, v0, x, ldx, record, ldr, sum);
+                        UNROLL for (int v = 0; v < NV; v++) {
+                            vf sw, mw;
+                            scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
+                            const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
+                            UNROLL for (int r = 0; r < R; r++) {
+                                const fl_group *g = record + r * ldr;
+                                vf sumf = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(g->scale), acc[r][v0 + v]);
+                                if (L->minimum) sumf = vf_fma(mw, vf_set1(scaled_sum(L, g, half)), sumf);
+                                acc[r][v0 + v] = sumf;
+                            }
+                        }
+                    }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            float out[FL_STRIP];
+            UNROLL for (int v = 0; v < VECTORS; v++) vf_store(out + FL_LANES * v, acc[r][v]);
+            store_strip(to, row0 + r, s, out);
+        }
+    }
+}
+
+/* ---- many rows ------------------------------------------------------------------------------------------------------------- */
+
+/* Tiles [0, tiles) from packed memory at block `head` (32: one tile per block) into the chunk. */
+KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const int scales, scratch_space *c) {
+    const uint8_t *head = p, *tile = p + L->head;
+    const int tile_bytes = fl_tile_bytes(L), halves = 32 / L->group;
+    float dm[2 * FL_STRIP];
+    convert_head(L, head, dm);
+    for (int t = 0; t < tiles; t++) {
+        for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(tile + PREFETCH + i, 0, 3);
+        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++)
+            UNROLL for (int v = 0; v < VECTORS; v++) vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
+        if (scales)
+            for (int half = 0; half < halves; half++)
+                for (int v = 0; v < VECTORS; v++) {
+                    vf sw, mw;
+                    const int g = t * halves + half, r = FL_LANES * v;
+                    scales_of(L, head, dm, tile, half, v, &sw, &mw);
+                    vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))), vf_store(c->mw[g] + r, mw);
+                }
+        tile += tile_bytes;
+        if (L->block == 32) head = tile, tile += L->head;
+    }
+}
+
+/* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. */
+KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scratch_space *c, const int8_t *x, size_t ldx,
+                              const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
+    enum { NV = 2 };
+    for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+        vf sums[4][NV];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = vf_load(acc[r] + FL_LANES * (v0 + v));
+        for (int t = 0; t < tiles; t++)
+            UNROLL for (int half = 0; half < 32 / L->group; half++) {
+                const int g = t * (32 / L->group) + half;
+                vi sum[4][4];
+                group_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, record + t, ldr, sum);
+                UNROLL for (int v = 0; v < NV; v++) {
+                    const int n = FL_LANES * (v0 + v);
+                    const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        const fl_group *a = record + t + r * ldr;
+                        sums[r][v] = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(a->scale), sums[r][v]);
+                        if (L->minimum) sums[r][v] = vf_fma(vf_load(c->mw[g] + n), vf_set1(scaled_sum(L, a, half)), sums[r][v]);
+                    }
+                }
+            }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++) vf_store(acc[r] + FL_LANES * (v0 + v), sums[r][v]);
+    }
+}
+
+/* Rows of a block that stay in half of L2 (256 KB) while the strips pass by. */
+static int rows_per_block(size_t row_bytes) {
+    const size_t fits = 262144 / row_bytes / 4 * 4;
+    return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
+}
+
+KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K), block = fl_block_packed(L);
+    const int step = rows_per_block(ldx + ldr * sizeof(fl_group));
+    for (int row0 = 0; row0 < a->rows; row0 += step) {
+        const int rows = a->rows - row0 < step ? a->rows - row0 : step;
+        for (int s = strip0; s < strip1; s++) {
+            const uint8_t *p = w->data + (size_t)s * fl_strip_bytes(L, w->K);
+            memset(c->acc, 0, (size_t)rows * sizeof c->acc[0]);
+            for (int k0 = 0; k0 < w->K; k0 += CHUNK) {
+                const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K;
+                unpack_chunk(L, p + (size_t)(k0 / L->block) * block, tiles, 1, c);
+                for (int r = 0; r < rows; r += 4) {
+                    const int8_t *x = fl_codes(a, row0 + r) + k0;
+                    const fl_group *record = fl_groups(a, row0 + r) + k0 / 32;
+                    if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else if (rows - r == 3) multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else if (rows - r == 2) multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, c->acc + r);
+                }
+            }
+            for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
+        }
+    }
+}
+
+/* ---- f32 sums: plain formats, and every format in exact mode --------------------------------------------------------------- */
+
+FL_INLINE vf plain_of(const int layout, const uint8_t *p) {
+    return layout == FL_F32 ? vf_load((const float *)(const void *)p) : layout == FL_F16 ? vf_halves(p) : vf_bf16s(p);
+}
+
+/* Blocks of 64 k straight from memory, for R <= 4 rows. */
+KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0, int strip1) {
+    enum { MOST = 4 };
+    const int size = layout == FL_F32 ? 4 : 2, NV = R <= 2 || VECTORS == 2 ? VECTORS : 2;
+    const size_t ldx = fl_float_stride(a->K);
+    for (int s = strip0; s < strip1; s++) {
+        const float *x = fl_floats(a, row0);
+        float acc[MOST][FL_STRIP];
+        memset(acc, 0, sizeof acc);
+        for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
+            const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
+            UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+                const uint8_t *p = w->data + ((size_t)s * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
+                vf b[MOST][4];
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
+                for (int k = 0; k < depth; k++, p += size * FL_STRIP) {
+                    if (v0 == 0) {
+                        __builtin_prefetch(p + PREFETCH, 0, 3);
+                        if (size == 4) __builtin_prefetch(p + PREFETCH + 64, 0, 3);
+                    }
+                    UNROLL for (int v = 0; v < NV; v++) {
+                        const vf values = plain_of(layout, p + size * FL_LANES * v);
+                        UNROLL for (int r = 0; r < R; r++) b[r][v] = vf_mac(vf_set1(x[r * ldx + k0 + k]), values, b[r][v]);
+                    }
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < NV; v++) {
+                        float *sum = acc[r] + FL_LANES * (v0 + v);
+                        vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+                    }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) store_strip(to, row0 + r, s, acc[r]);
+    }
+}
+
+/* c->values = k0 .. k0+depth of a strip, decoded. */
+KERNEL void decode_values(const int layout, const uint8_t *strip, int k0, int depth, scratch_space *c) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    if (layout >= FL_BLOCK_LAYOUTS) {
+        const int size = layout == FL_F32 ? 4 : 2;
+        const uint8_t *p = strip + (size_t)k0 * (size_t)(size * FL_STRIP);
+        for (int k = 0; k < depth; k++, p += size * FL_STRIP)
+            for (int v = 0; v < VECTORS; v++) vf_store(c->values[k] + FL_LANES * v, plain_of(layout, p + size * FL_LANES * v));
+        return;
+    }
+    const int halves = 32 / L->group;
+    for (int t = 0; t < depth / FL_TILE_K; t++) {
+        const uint8_t *head = strip + (size_t)((k0 + FL_TILE_K * t) / L->block) * fl_block_packed(L);
+        const uint8_t *tile = head + L->head + (k0 + FL_TILE_K * t) % L->block / FL_TILE_K * fl_tile_bytes(L);
+        float dm[2 * FL_STRIP];
+        convert_head(L, head, dm);
+        UNROLL for (int half = 0; half < halves; half++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                vf sw, mw;
+                scales_of(L, head, dm, tile, half, v, &sw, &mw);
+                UNROLL for (int j = half * L->group / 4; j < (half + 1) * L->group / 4; j++) {
+                    vb q = codes_of(L, tile, j, v); /* unsigned from here, signed layouts too */
+                    if (L->is_signed && FL_WIDEN) q = vb_xor(q, vb_set1(0x80));
+                    UNROLL for (int i = 0; i < 4; i++) {
+                        const vi byte = vi_and(vi_shr(vi_of_bytes(q), 8 * i), vi_set1(255));
+                        vf value = vf_mul(sw, vf_ints(vi_sub(byte, vi_set1(L->is_signed ? 128 : L->zero))));
+                        if (L->minimum) value = vf_add(value, mw);
+                        vf_store(c->values[FL_TILE_K * t + 4 * j + i] + FL_LANES * v, value);
+                    }
+                }
+            }
+    }
+}
+
+/* R rows: acc[r] += block of 64 k. */
+KERNEL void multiply_values(const int R, int depth, const scratch_space *c, const float *x, size_t ldx, float (*acc)[FL_STRIP]) {
+    enum { NV = 2 };
+    for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+        vf b[4][NV];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
+        for (int k = 0; k < depth; k++) {
+            vf values[NV];
+            UNROLL for (int v = 0; v < NV; v++) values[v] = vf_load(c->values[k] + FL_LANES * (v0 + v));
+            UNROLL for (int r = 0; r < R; r++) {
+                const vf xs = vf_set1(x[r * ldx + k]);
+                UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_mac(xs, values[v], b[r][v]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < NV; v++) {
+                float *sum = acc[r] + FL_LANES * (v0 + v);
+                vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+            }
+    }
+}
+
+KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) {
+    const size_t ldx = fl_float_stride(a->K), strip_bytes = fl_strip_bytes(&FL_LAYOUT[layout], w->K);
+    const int step = rows_per_block(ldx * 4);
+    for (int row0 = 0; row0 < a->rows; row0 += step) {
+        const int rows = a->rows - row0 < step ? a->rows - row0 : step;
+        for (int s = strip0; s < strip1; s++) {
+            memset(c->acc, 0, (size_t)rows * sizeof c->acc[0]);
+            for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
+                const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
+                decode_values(layout, w->data + (size_t)s * strip_bytes, k0, depth, c);
+                for (int r = 0; r < rows; r += 4) {
+                    const float *x = fl_floats(a, row0 + r) + k0;
+                    if (rows - r >= 4) multiply_values(4, depth, c, x, ldx, c->acc + r);
+                    else if (rows - r == 3) multiply_values(3, depth, c, x, ldx, c->acc + r);
+                    else if (rows - r == 2) multiply_values(2, depth, c, x, ldx, c->acc + r);
+                    else multiply_values(1, depth, c, x, ldx, c->acc + r);
+                }
+            }
+            for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
+        }
+    }
+}
+
+/* ---- one function per layout ------------------------------------------------------------------------------------------------ */
+
+/* Row n decoded as the file says; scalar: a step needs a row per token. */
+KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float *out) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    const uint8_t *p = w->data + (size_t)(n / FL_STRIP) * fl_strip_bytes(L, w->K);
+    const int r = (int)(n % FL_STRIP);
+    if (layout >= FL_BLOCK_LAYOUTS) {
+        for (int k = 0; k < w->K; k++) {
+            const uint8_t *value = p + ((size_t)k * FL_STRIP + (size_t)r) * (size_t)L->block_bytes;
+            if (layout == FL_F32) memcpy(out + k, value, 4);
+            else out[k] = layout == FL_F16 ? fl_half(fl_u16(value)) : fl_bits_float((uint32_t)fl_u16(value) << 16);
+        }
+        return;
+    }
+    for (int b = 0; b < w->K / L->block; b++, p += fl_block_packed(L))
+        for (int t = 0; t < L->block / FL_TILE_K; t++, out += FL_TILE_K) {
+            const uint8_t *tile = p + L->head + t * fl_tile_bytes(L);
+            for (int half = 0; half < 32 / L->group; half++) {
+                float sw, mw;
+                fl_scales(L, p, tile, r, half, &sw, &mw);
+                for (int k = half * L->group; k < (half + 1) * L->group; k++) {
+                    out[k] = sw * (float)(fl_code(L, tile, r, k) - L->zero);
+                    if (L->minimum) out[k] += mw;
+                }
+            }
+        }
+}
+
+#define INT8_LAYOUT(layout) \
+    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) { \
+        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, to, strip0, strip1, c); \
+        else if (a->rows == 1) decode(layout, 1, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 2) decode(layout, 2, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 3) decode(layout, 3, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 4) decode(layout, 4, w, a, 0, to, strip0, strip1); \
+        else prefill(layout, w, a, to, strip0, strip1, c); \
+    } \
+    static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
+
+#define PLAIN_LAYOUT(layout) \
+    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) { \
+        if (a->rows == 1) stream_plain(layout, 1, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 2) stream_plain(layout, 2, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 3) stream_plain(layout, 3, w, a, 0, to, strip0, strip1); \
+        else if (a->rows == 4) stream_plain(layout, 4, w, a, 0, to, strip0, strip1); \
+        else prefill_values(layout, w, a, to, strip0, strip1, c); \
+    } \
+    static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
+
+INT8_LAYOUT(FL_Q4_0)
+INT8_LAYOUT(FL_Q4_1)
+INT8_LAYOUT(FL_Q5_0)
+INT8_LAYOUT(FL_Q5_1)
+INT8_LAYOUT(FL_Q8_0)
+INT8_LAYOUT(FL_Q2_K)
+INT8_LAYOUT(FL_Q3_K)
+INT8_LAYOUT(FL_Q4_K)
+INT8_LAYOUT(FL_Q5_K)
+INT8_LAYOUT(FL_Q6_K)
+INT8_LAYOUT(FL_IQ4_NL)
+INT8_LAYOUT(FL_IQ4_XS)
+INT8_LAYOUT(FL_MXFP4)
+PLAIN_LAYOUT(FL_F32)
+PLAIN_LAYOUT(FL_F16)
+PLAIN_LAYOUT(FL_BF16)
+
+#define EVERY_LAYOUT(f) \
+    { f##FL_Q4_0, f##FL_Q4_1, f##FL_Q5_0, f##FL_Q5_1, f##FL_Q8_0, f##FL_Q2_K, f##FL_Q3_K, f##FL_Q4_K, f##FL_Q5_K, f##FL_Q6_K, \
+      f##FL_IQ4_NL, f##FL_IQ4_XS, f##FL_MXFP4, f##FL_F32, f##FL_F16, f##FL_BF16 }
+
+static void (*const linears[FL_LAYOUTS])(const fl_weight *, const fl_acts *, const target *, int, int, scratch_space *) = EVERY_LAYOUT(linear_);
+static void (*const unpackers[FL_LAYOUTS])(const fl_weight *, int64_t, float *) = EVERY_LAYOUT(unpack_);
+
+static void linear(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1, int accumulate,
+                   void *scratch) {
+    const target to = {bias, y, ldy, w->N, accumulate};
+    if (a->rows > 0 && strip0 < strip1) linears[w->layout](w, a, &to, strip0, strip1, scratch);
+}
+
+static void unpack_row(const fl_weight *w, int64_t n, float *out) { unpackers[w->layout](w, n, out); }
+
+const fl_linear_ops FL_NAME(fl_linear_table) = {prepare, linear, unpack_row};

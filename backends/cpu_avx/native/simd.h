@@ -1,0 +1,200 @@
+/* Vectors of one variant behind plain names, so that one kernel source serves all instruction sets.
+ *
+ *     vf   FL_LANES f32      vi   FL_LANES i32      vb   FL_LANES x 4 bytes
+ *
+ * A lane is an output row everywhere in the linear kernels: vf holds one value for each of 8 or 16 rows, vb four consecutive k of
+ * each. Three sets of definitions: AVX2 (8 lanes), AVX-512 with VNNI (16 lanes), and plain C for the baseline (8 lanes) and for
+ * -DFL_EMULATE, with which the kernels of avx512 and amx run, and are compared bit for bit, on machines without these instructions.
+ */
+#ifndef FL_SIMD_H
+#define FL_SIMD_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "scalar_fma.h"
+#include "variant.h"
+
+#if defined(FL_AMX) && !defined(FL_AVX512)
+#define FL_AVX512 1
+#endif
+#if defined(FL_AVX512) || defined(FL_AMX)
+#define FL_LANES 16
+#else
+#define FL_LANES 8
+#endif
+#if !defined(FL_EMULATE) && (defined(FL_AVX2) || defined(FL_AVX512))
+#include <immintrin.h>
+#endif
+
+/* 1.5 * 2^23 and its bits: MAGIC_BITS + I are the bits of MAGIC + I for |I| < 2^22 */
+#define FL_MAGIC 12582912.0f
+#define FL_MAGIC_BITS 0x4B400000
+
+FL_INLINE int32_t load_i32(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
+
+#if defined(FL_AVX512) && !defined(FL_EMULATE)
+/* ---- AVX-512 ---------------------------------------------------------------------------------------------------------- */
+#define FL_WIDEN 0 /* dot4 adds to 32 bits itself */
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __m512i vb;
+FL_INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
+FL_INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
+FL_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+FL_INLINE void vf_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
+FL_INLINE vf vf_neg(vf a) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MIN))); }
+FL_INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+FL_INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+FL_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+FL_INLINE vf vf_mac(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+FL_INLINE vf vf_halves(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+FL_INLINE vf vf_bf16s(const uint8_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+FL_INLINE vf vf_ints(vi a) { return _mm512_cvtepi32_ps(a); }
+FL_INLINE vf vf_bits(vi a) { return _mm512_castsi512_ps(a); }
+FL_INLINE vi vi_u8s(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+FL_INLINE vi vi_i8s(const uint8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+FL_INLINE vi vi_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+FL_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+FL_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+FL_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+FL_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+FL_INLINE vi vi_shr(vi a, int n) { return _mm512_srli_epi32(a, n); }
+FL_INLINE vi vi_shl(vi a, int n) { return _mm512_slli_epi32(a, n); }
+FL_INLINE vb vb_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+FL_INLINE void vb_store(uint8_t *p, vb a) { _mm512_storeu_si512(p, a); }
+FL_INLINE vb vb_set1(uint8_t x) { return _mm512_set1_epi8((char)x); }
+FL_INLINE vb vb_and(vb a, vb b) { return _mm512_and_si512(a, b); }
+FL_INLINE vb vb_or(vb a, vb b) { return _mm512_or_si512(a, b); }
+FL_INLINE vb vb_xor(vb a, vb b) { return _mm512_xor_si512(a, b); }
+FL_INLINE vb vb_shr(vb a, int n) { return _mm512_srli_epi16(a, n); }
+FL_INLINE vb vb_shl(vb a, int n) { return _mm512_slli_epi16(a, n); }
+FL_INLINE vb vb_lookup(const int8_t *table16, vb index) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table16)), index);
+}
+FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm512_set1_epi32(load_i32(p)); }
+FL_INLINE vi vi_of_bytes(vb a) { return a; }
+FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) { return _mm512_dpbusd_epi32(acc, u, s); }
+
+#elif defined(FL_AVX2) && !defined(FL_EMULATE)
+/* ---- AVX2 + FMA + F16C ------------------------------------------------------------------------------------------------ */
+#define FL_WIDEN 1 /* dot4_pairs adds in 16 bits; how often that must be widened depends on the largest code */
+typedef __m256 vf;
+typedef __m256i vi;
+typedef __m256i vb;
+FL_INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
+FL_INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
+FL_INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+FL_INLINE void vf_store(float *p, vf a) { _mm256_storeu_ps(p, a); }
+FL_INLINE vf vf_neg(vf a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
+FL_INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+FL_INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+FL_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+FL_INLINE vf vf_mac(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+FL_INLINE vf vf_halves(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+FL_INLINE vf vf_bf16s(const uint8_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+FL_INLINE vf vf_ints(vi a) { return _mm256_cvtepi32_ps(a); }
+FL_INLINE vf vf_bits(vi a) { return _mm256_castsi256_ps(a); }
+FL_INLINE vi vi_u8s(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+FL_INLINE vi vi_i8s(const uint8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+FL_INLINE vi vi_load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+FL_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+FL_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+FL_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+FL_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+FL_INLINE vi vi_shr(vi a, int n) { return _mm256_srli_epi32(a, n); }
+FL_INLINE vi vi_shl(vi a, int n) { return _mm256_slli_epi32(a, n); }
+FL_INLINE vb vb_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+FL_INLINE void vb_store(uint8_t *p, vb a) { _mm256_storeu_si256((__m256i *)p, a); }
+FL_INLINE vb vb_set1(uint8_t x) { return _mm256_set1_epi8((char)x); }
+FL_INLINE vb vb_and(vb a, vb b) { return _mm256_and_si256(a, b); }
+FL_INLINE vb vb_or(vb a, vb b) { return _mm256_or_si256(a, b); }
+FL_INLINE vb vb_xor(vb a, vb b) { return _mm256_xor_si256(a, b); }
+FL_INLINE vb vb_shr(vb a, int n) { return _mm256_srli_epi16(a, n); }
+FL_INLINE vb vb_shl(vb a, int n) { return _mm256_slli_epi16(a, n); }
+FL_INLINE vb vb_lookup(const int8_t *table16, vb index) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table16)), index);
+}
+FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm256_set1_epi32(load_i32(p)); }
+FL_INLINE vi vi_of_bytes(vb a) { return a; }
+/* pairs of u8 * i8 products in 16 bits: 2 * 127 * (largest u) must fit */
+FL_INLINE vi dot2_u8i8(vb u, vb s) { return _mm256_maddubs_epi16(u, s); }
+FL_INLINE vi vi_add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+FL_INLINE vi vi_pairs16(vi a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+/* signed codes: |w| as the unsigned factor (-128 becomes 128: 2 * 128 * 127 fits), its sign moved to x */
+FL_INLINE vb vb_abs(vb a) { return _mm256_abs_epi8(a); }
+FL_INLINE vb vb_sign(vb x, vb w) { return _mm256_sign_epi8(x, w); }
+
+#else
+/* ---- plain C ------------------------------------------------------------------------------------------------------------ */
+#define FL_WIDEN 0
+#define FL_PLAIN_C 1
+typedef struct { float v[FL_LANES]; } vf;
+typedef struct { int32_t v[FL_LANES]; } vi;
+typedef struct { uint8_t v[4 * FL_LANES]; } vb;
+#define FL_EACH(type, n, expression) do { type r_; for (int i = 0; i < (n); i++) r_.v[i] = (expression); return r_; } while (0)
+FL_INLINE float plain_half(uint16_t h) {
+    const uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    uint32_t bits = magnitude + (magnitude >= 31u << 23 ? 224u << 23 : 112u << 23);
+    if (magnitude < 1u << 23) { f = (float)(magnitude >> 13) * 0x1p-24f; memcpy(&bits, &f, 4); }
+    bits |= (uint32_t)(h & 0x8000) << 16;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+FL_INLINE uint16_t plain_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+FL_INLINE float plain_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+FL_INLINE vf vf_zero(void) { FL_EACH(vf, FL_LANES, 0.0f); }
+FL_INLINE vf vf_set1(float x) { FL_EACH(vf, FL_LANES, x); }
+FL_INLINE vf vf_load(const float *p) { vf a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE void vf_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+FL_INLINE vf vf_neg(vf a) { FL_EACH(vf, FL_LANES, -a.v[i]); }
+FL_INLINE vf vf_add(vf a, vf b) { FL_EACH(vf, FL_LANES, a.v[i] + b.v[i]); }
+FL_INLINE vf vf_mul(vf a, vf b) { FL_EACH(vf, FL_LANES, a.v[i] * b.v[i]); }
+FL_INLINE vf vf_fma(vf a, vf b, vf c) { FL_EACH(vf, FL_LANES, fl_fma(a.v[i], b.v[i], c.v[i])); }
+#ifdef FL_EMULATE
+FL_INLINE vf vf_mac(vf a, vf b, vf c) { return vf_fma(a, b, c); }
+#else
+FL_INLINE vf vf_mac(vf a, vf b, vf c) { FL_EACH(vf, FL_LANES, a.v[i] * b.v[i] + c.v[i]); }
+#endif
+FL_INLINE vf vf_halves(const uint8_t *p) { FL_EACH(vf, FL_LANES, plain_half(plain_u16(p + 2 * i))); }
+FL_INLINE vf vf_bf16s(const uint8_t *p) { FL_EACH(vf, FL_LANES, plain_float((uint32_t)plain_u16(p + 2 * i) << 16)); }
+FL_INLINE vf vf_ints(vi a) { FL_EACH(vf, FL_LANES, (float)a.v[i]); }
+FL_INLINE vf vf_bits(vi a) { vf r; memcpy(&r, &a, sizeof r); return r; }
+FL_INLINE vi vi_u8s(const uint8_t *p) { FL_EACH(vi, FL_LANES, p[i]); }
+FL_INLINE vi vi_i8s(const uint8_t *p) { FL_EACH(vi, FL_LANES, (int8_t)p[i]); }
+FL_INLINE vi vi_load(const int32_t *p) { vi a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE vi vi_set1(int32_t x) { FL_EACH(vi, FL_LANES, x); }
+FL_INLINE vi vi_add(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] + b.v[i]); }
+FL_INLINE vi vi_sub(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] - b.v[i]); }
+FL_INLINE vi vi_and(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] & b.v[i]); }
+FL_INLINE vi vi_shr(vi a, int n) { FL_EACH(vi, FL_LANES, (int32_t)((uint32_t)a.v[i] >> n)); }
+FL_INLINE vi vi_shl(vi a, int n) { FL_EACH(vi, FL_LANES, (int32_t)((uint32_t)a.v[i] << n)); }
+FL_INLINE vb vb_load(const uint8_t *p) { vb a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE void vb_store(uint8_t *p, vb a) { memcpy(p, &a, sizeof a); }
+FL_INLINE vb vb_set1(uint8_t x) { FL_EACH(vb, 4 * FL_LANES, x); }
+FL_INLINE vb vb_and(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, a.v[i] & b.v[i]); }
+FL_INLINE vb vb_or(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, a.v[i] | b.v[i]); }
+FL_INLINE vb vb_xor(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, a.v[i] ^ b.v[i]); }
+/* 16-bit shifts in the other sets: callers mask what comes from the neighbouring byte, here nothing does */
+FL_INLINE vb vb_shr(vb a, int n) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] >> n)); }
+FL_INLINE vb vb_shl(vb a, int n) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] << n)); }
+FL_INLINE vb vb_lookup(const int8_t *table16, vb index) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)table16[index.v[i] & 15]); }
+FL_INLINE vb vb_bcast4(const int8_t *p) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)p[i % 4]); }
+FL_INLINE vi vi_of_bytes(vb a) { vi r; memcpy(&r, &a, sizeof r); return r; }
+FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) {
+    for (int i = 0; i < FL_LANES; i++)
+        for (int k = 0; k < 4; k++) acc.v[i] += u.v[4 * i + k] * (int8_t)s.v[4 * i + k];
+    return acc;
+}
+#undef FL_EACH
+#endif
+
+/* round(I * sw) of sums that carry FL_MAGIC_BITS; msw = -FL_MAGIC * sw */
+FL_INLINE vf vf_scaled(vi magic_sum, vf sw, vf msw) { return vf_fma(vf_bits(magic_sum), sw, msw); }
+
+#endif
