@@ -103,7 +103,9 @@ FL_INLINE vi vi_u8s(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_ep
 FL_INLINE vi vi_i8s(const uint8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 FL_INLINE vi vi_load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 FL_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
-FL_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+/* The empty asm keeps a chain of additions a chain: compilers rebalance it to a tree, which needs twice the registers there are. */
+FL_INLINE vi vi_chained(vi sum) { __asm__("" : "+x"(sum)); return sum; }
+FL_INLINE vi vi_add(vi a, vi b) { return vi_chained(_mm256_add_epi32(a, b)); }
 FL_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 FL_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 FL_INLINE vi vi_shr(vi a, int n) { return _mm256_srli_epi32(a, n); }
@@ -123,7 +125,7 @@ FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm256_set1_epi32(load_i32(p));
 FL_INLINE vi vi_of_bytes(vb a) { return a; }
 /* pairs of u8 * i8 products in 16 bits: 2 * 127 * (largest u) must fit */
 FL_INLINE vi dot2_u8i8(vb u, vb s) { return _mm256_maddubs_epi16(u, s); }
-FL_INLINE vi vi_add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+FL_INLINE vi vi_add16(vi a, vi b) { return vi_chained(_mm256_add_epi16(a, b)); }
 FL_INLINE vi vi_pairs16(vi a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
 /* signed codes: |w| as the unsigned factor (-128 becomes 128: 2 * 128 * 127 fits), its sign moved to x */
 FL_INLINE vb vb_abs(vb a) { return _mm256_abs_epi8(a); }

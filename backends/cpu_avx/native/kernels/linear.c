@@ -72,7 +72,7 @@ static void store_strip(const target *to, int row, int strip, const float *acc) 
 FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
     int32_t sum[2] = {0, 0};
     uint32_t top = 0;
-#if defined(__AVX2__) && !defined(FL_EMULATE)
+#ifndef FL_PLAIN_C
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
     __m256i c[4], m = _mm256_setzero_si256();
@@ -97,7 +97,7 @@ FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
         return;
     }
     const float inverse = amax < 0x1p-100f ? 0.0f : 127.0f / amax;
-#if defined(__AVX2__) && !defined(FL_EMULATE)
+#ifndef FL_PLAIN_C
     UNROLL for (int i = 0; i < 4; i++) c[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(inverse)));
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
     _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
