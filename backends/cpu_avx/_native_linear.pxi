@@ -87,7 +87,7 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
     cdef char *memory = <char *>calloc(prepared + fl_linear_scratch() + 64, 1)
     if memory == NULL:
         raise MemoryError
-    cdef char *start = memory + (-<intptr_t>memory) % 64
+    cdef char *start = memory + (64 - <intptr_t>memory % 64) % 64
     a.data = <uint8_t *>start
     try:
         for a0, a1 in zip((0, *row_cuts), (*row_cuts, T), strict=True):
