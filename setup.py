@@ -36,7 +36,7 @@ def find_packages() -> list[str]:
     return found
 
 
-COMMON = ["-O3", "-std=gnu11", "-g0", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-unused-function"]
+COMMON = ["-O3", "-std=gnu11", "-g0", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16"]
 AMX = [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]

@@ -1,0 +1,155 @@
+"""A request's answer is the same to the last bit, whatever shares its steps.
+
+One request is run alone and in one step, and then among seven others, with its prompt cut in chunks of 1, 7 and 64, with and without a
+hit in the prefix cache, on one and two threads. Tokens and log-probabilities must be equal, not close. Weights are kept as bf16, and
+as blocks of 4 and 8 bits, so that every kind of linear kernel is in the test.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastllm import models
+from fastllm.core import _kernels
+from fastllm.core.engine import Engine
+from fastllm.core.executor import Executor
+from fastllm.core.placement import Placement
+from fastllm.core.planner import StepLimits, make_plan
+from fastllm.core.plugins import BackendRegistry
+from fastllm.core.request import Request
+from fastllm.core.sampling import SamplingParams
+from fastllm.core.weights import TensorSource
+from fastllm.formats import open_model
+
+FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
+PROMPT = [int(i) for i in np.random.default_rng(3).integers(3, 250, 37)]
+PARAMS = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=77, max_tokens=14, logprobs=5, ignore_eos=True)
+
+
+def requantised(source: TensorSource, format: str) -> TensorSource:
+    """A matrix in another format; norms, and rows that are no whole blocks, stay as they are."""
+    if len(source.shape) != 2 or source.shape[1] % 32:
+        return source
+    values = _kernels.decode(source.format, source.data, int(np.prod(source.shape)))
+    return TensorSource(source.name, source.shape, format, _kernels.encode(format, values))
+
+
+class House:
+    """A tiny model on one backend; `answer` runs the request under given circumstances in an engine of its own."""
+
+    def __init__(self, name, format, backend, options):
+        registry = BackendRegistry()
+        self.files = open_model(FIXTURES / name)
+        tensors = self.files.tensors
+        self.tensors = tensors if format == "bf16" else {k: requantised(t, format) for k, t in tensors.items()}
+        self.model = models.build("huggingface", self.files.architecture, json.loads((FIXTURES / name / "config.json").read_text()), self.tensors)
+        self.name, self.backends = backend, {backend: registry.open(registry.select(backend), options)}
+
+    def engine(self, *, chunk, others=0, prefix_cache=False):
+        """chunk: tokens of a step that are left for the prompt when the others decode."""
+        limits = StepLimits(chunk + others, 8, 64, 64, 16, 32)
+        plan = make_plan(self.model.graph, self.model.weights, self.tensors, self.backends, Placement.on(self.name), limits, fallback="error")
+        return Engine(Executor(plan, self.model.weights, self.tensors, self.backends), prefix_cache=prefix_cache)
+
+    def answer(self, *, chunk=64, others=0, hit=False):
+        with self.engine(chunk=chunk, others=others, prefix_cache=hit) as engine:
+            if hit:
+                engine.submit(Request(PROMPT, SamplingParams(max_tokens=1, seed=1))).result(60)
+            crowd = [
+                engine.submit(Request(PROMPT[i : i + 5 * i + 1], SamplingParams(temperature=1.0, seed=i, max_tokens=9 + i, ignore_eos=True)))
+                for i in range(others)
+            ]
+            result = engine.submit(Request(PROMPT, PARAMS)).result(60)
+            for handle in crowd:
+                handle.result(60)
+            if hit:
+                assert result.timings.cached_tokens >= 32
+        choice = result.choices[0]
+        return [(t.token_id, t.logprob, t.top) for t in choice.logprobs]
+
+    def close(self):
+        for backend in self.backends.values():
+            backend.close()
+        self.files.close()
+
+
+CASES = [
+    ("llama_llama3", "bf16", "ref", {}),
+    ("llama_llama3", "bf16", "cpu_avx", {}),
+    ("gemma3", "bf16", "cpu_avx", {}),
+    ("gemma2", "q8_0", "cpu_avx", {}),
+    ("qwen3", "q4_0", "cpu_avx", {}),
+    ("llama", "q4_1", "cpu_avx", {}),
+    ("llama", "q5_0", "cpu_avx", {"act": "f32"}),
+    ("phi3", "q5_1", "cpu_avx", {"isa": "baseline"}),
+]
+
+
+@pytest.mark.parametrize(("name", "format", "backend", "options"), CASES)
+def test_the_answer_depends_on_the_request_only(name, format, backend, options):
+    houses = []
+    try:
+        alone = []
+        for threads in (1, 2) if backend == "cpu_avx" else (None,):
+            houses.append(House(name, format, backend, options | ({"threads": str(threads)} if threads else {})))
+            house = houses[-1]
+            alone.append(house.answer())
+            for circumstances in (
+                {"chunk": 1},
+                {"chunk": 7},
+                {"chunk": 16, "others": 7},
+                {"others": 7},
+                {"hit": True},
+                {"hit": True, "chunk": 7, "others": 7},
+            ):
+                assert house.answer(**circumstances) == alone[0], f"threads {threads}, {circumstances}"
+        assert all(a == alone[0] for a in alone)
+    finally:
+        for house in houses:
+            house.close()
+
+
+@pytest.mark.parametrize("backend", ["ref", "cpu_avx"])
+def test_soak_500_random_requests_with_random_cancels_leave_nothing_behind(backend):
+    house = House("llama", "q8_0" if backend == "cpu_avx" else "bf16", backend, {})
+    rng = np.random.default_rng(11)
+    used_before = house.backends[backend].memory().used
+    try:
+        with house.engine(chunk=24, prefix_cache=True) as engine:
+            probe = engine.submit(Request(PROMPT, PARAMS)).result(120).choices[0].token_ids
+            count, live = 500 if backend == "cpu_avx" else 60, []
+            for _ in range(count):
+                length = int(rng.integers(1, 50))
+                start = int(rng.integers(0, 3))
+                ids = (PROMPT * 3)[start : start + length]
+                seed, new = int(rng.integers(0, 9)), int(rng.integers(1, 12))
+                live.append(engine.submit(Request(ids, SamplingParams(temperature=1.0, seed=seed, max_tokens=new))))
+                if rng.random() < 0.3:
+                    live[int(rng.integers(0, len(live)))].cancel()
+                if len(live) > 30:
+                    finish(live.pop(0))
+            for handle in live:
+                finish(handle)
+            assert engine.submit(Request(PROMPT, PARAMS)).result(120).choices[0].token_ids == probe
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+            assert stats.requests_failed == 0
+            assert stats.requests_finished + stats.requests_cancelled == count + 2
+            assert stats.requests_cancelled > count // 20
+        assert house.backends[backend].memory().used == used_before
+    finally:
+        house.close()
+
+
+def finish(handle):
+    """Waits for a request, cancelled or not."""
+    from fastllm.core.errors import Cancelled
+
+    try:
+        handle.result(120)
+    except Cancelled:
+        assert handle.done
