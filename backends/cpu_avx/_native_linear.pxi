@@ -102,10 +102,13 @@ def linear_reference(str layout, int64_t N, const uint8_t[::1] packed, const flo
                      bint exact=False, bint accumulate=False) -> None:
     """The scalar specification of linear_run."""
     cdef fl_weight w
+    cdef const float *b = NULL
     _weight(layout, N, x.shape[1], packed, &w)
     if x.shape[0] == 0 or y.shape[0] != x.shape[0] or y.shape[1] != N or (bias is not None and bias.shape[0] != N):
         raise ValueError("x, y and bias do not belong together")
-    fl_linear_reference(&w, &x[0, 0], <int>x.shape[0], NULL if bias is None else &bias[0], &y[0, 0], exact, accumulate)
+    if bias is not None:
+        b = &bias[0]
+    fl_linear_reference(&w, &x[0, 0], <int>x.shape[0], b, &y[0, 0], exact, accumulate)
 
 
 def linear_unpack_row(str isa, str layout, int64_t N, const uint8_t[::1] packed, int64_t n, float[::1] out) -> None:
