@@ -52,9 +52,9 @@ class HostTensor:
 
     def decode(self) -> np.ndarray:
         """All values as f32 of `shape` (the reference decoder of `core/_kernels`)."""
-        from . import _kernels
+        from ._kernels import decode
 
-        return _kernels.decode(self.format, self.data, int(np.prod(self.shape, dtype=np.int64))).reshape(self.shape)
+        return decode(self.format, self.data, int(np.prod(self.shape, dtype=np.int64))).reshape(self.shape)
 
 
 @dataclass(frozen=True)

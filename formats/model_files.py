@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class ModelFiles:
     """
 
     path: Path
-    kind: str
+    kind: Literal["gguf", "huggingface"]
     architecture: str
     config: dict[str, Any]
     tensors: dict[str, TensorSource]

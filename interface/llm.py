@@ -96,7 +96,8 @@ class Answer:
             return None
         if event.prompt_logprobs is not None:
             self._prompt_logprobs = event.prompt_logprobs
-        text, reason, new = "", event.finish_reason, ()
+        text, reason = "", event.finish_reason
+        new: tuple[int, ...] = ()
         if event.token_id is not None:
             new = (event.token_id,)
             self._ids.append(event.token_id)
