@@ -259,7 +259,7 @@ cdef class Pool:
         return 0 if self.pool == NULL else fl_pool_threads(self.pool)
 
     def pack(self, int layout, int64_t rows, int64_t width, src, intptr_t dst) -> int:
-        """Packs a weight [rows, width] from its file bytes. 0: done; −1: the source has another size; else why the pool failed."""
+        """Packs a weight [rows, width] from its file bytes. 0: done; −1: wrong source size; else why the pool failed."""
         cdef pack_job job
         cdef Py_buffer view
         cdef int status
@@ -368,8 +368,8 @@ cdef class Program:
             to.f[n] = floats[n]
 
     cdef _fill_check(self, fl_check *to, tuple entry):
-        (to.kind, to.node, address, to.symbol, to.rows, to.limit_symbol, to.limit, context, table, to.table_stride, to.table_width,
-         to.block_size) = entry
+        (to.kind, to.node, address, to.symbol, to.rows, to.limit_symbol, to.limit, context, table, to.table_stride,
+         to.table_width, to.block_size) = entry
         to.p = <const int32_t *><intptr_t>address
         to.context_len = <const int32_t *><intptr_t>context
         to.block_table = <const int32_t *><intptr_t>table
@@ -387,7 +387,9 @@ cdef class Program:
     def profile(self, bint on) -> list:
         """Starts or stops timing; returns (op, node, seconds of the calling thread) of each instruction since the last call."""
         cdef int n
-        times = [(self.program.code[n].op, self.program.code[n].node, self.program.code[n].seconds) for n in range(self.program.n_code)]
+        times = [
+            (self.program.code[n].op, self.program.code[n].node, self.program.code[n].seconds) for n in range(self.program.n_code)
+        ]
         for n in range(self.program.n_code):
             self.program.code[n].seconds = 0.0
         self.program.profile = on

@@ -29,17 +29,22 @@ static const char *const NAMES[FL_ISA_COUNT] = {"baseline", "avx2", "avx512", "a
 
 static const fl_kernels *table_of(int isa) {
     switch (isa) {
-    case FL_ISA_BASELINE: return &fl_kernels_baseline;
+    case FL_ISA_BASELINE:
+        return &fl_kernels_baseline;
 #ifdef FL_HAVE_AVX2
-    case FL_ISA_AVX2: return &fl_kernels_avx2;
+    case FL_ISA_AVX2:
+        return &fl_kernels_avx2;
 #endif
 #ifdef FL_HAVE_AVX512
-    case FL_ISA_AVX512: return &fl_kernels_avx512;
+    case FL_ISA_AVX512:
+        return &fl_kernels_avx512;
 #endif
 #ifdef FL_HAVE_AMX
-    case FL_ISA_AMX: return &fl_kernels_amx;
+    case FL_ISA_AMX:
+        return &fl_kernels_amx;
 #endif
-    default: return NULL;
+    default:
+        return NULL;
     }
 }
 
@@ -73,7 +78,8 @@ static const char *missing_cpu(int isa) {
     if (!HAS(one.c, 12) || !HAS(one.c, 29) || !HAS(seven.b, 8)) return "the processor has no FMA, F16C or BMI2";
     if ((os & 0x6) != 0x6) return "the operating system does not save AVX registers";
     if (isa == FL_ISA_AVX2) return NULL;
-    if (!HAS(seven.b, 16) || !HAS(seven.b, 17) || !HAS(seven.b, 30) || !HAS(seven.b, 31)) return "the processor has no AVX-512 (F, DQ, BW, VL)";
+    if (!HAS(seven.b, 16) || !HAS(seven.b, 17) || !HAS(seven.b, 30) || !HAS(seven.b, 31))
+        return "the processor has no AVX-512 (F, DQ, BW, VL)";
     if (!HAS(seven.c, 11)) return "the processor has no AVX-512 VNNI";
     if (!HAS(seven1.a, 5)) return "the processor has no AVX-512 BF16";
     if ((os & 0xe6) != 0xe6) return "the operating system does not save AVX-512 registers";

@@ -45,21 +45,28 @@ typedef struct {
     float *partials; /* [T][heads][ranges][value_dim + 2], for units of one key range; NULL: each unit does all ranges */
 } fl_attention;
 
-enum { FL_RANGE = 512, FL_SUB = 64, FL_TILE = 32 }; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
+enum {
+    FL_RANGE = 512,
+    FL_SUB = 64,
+    FL_TILE = 32
+}; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
 
 typedef struct {
     const char *name; /* baseline, avx2, avx512, amx */
     const fl_linear_ops *linear;
     void (*embed)(const int32_t *ids, const fl_view *table, const fl_view *out, int64_t i0, int64_t i1);
     void (*rms_norm)(const fl_view *x, const float *weight, float eps, const fl_view *out, int64_t i0, int64_t i1);
-    void (*layer_norm)(const fl_view *x, const float *weight, const float *bias, float eps, const fl_view *out, int64_t i0, int64_t i1);
+    void (*layer_norm)(const fl_view *x, const float *weight, const float *bias, float eps, const fl_view *out, int64_t i0,
+                       int64_t i1);
     void (*rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0, int64_t i1);
-    void (*kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0, int64_t i1);
+    void (*kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
+                     int64_t i1);
     /* one unit: rows [row0, row1) of one sequence, one kv head, key ranges [range0, range1); scratch: fl_attention_scratch */
-    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int64_t row0, int64_t row1, int32_t range0, int32_t range1,
-                      void *scratch);
+    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int64_t row0, int64_t row1, int32_t range0,
+                      int32_t range1, void *scratch);
     void (*attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
-    void (*act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1, int32_t c0, int32_t c1);
+    void (*act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1,
+                    int32_t c0, int32_t c1);
     void (*add)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1);
     void (*mul)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1);
     void (*softmax)(const fl_view *x, const fl_view *out, int64_t i0, int64_t i1);

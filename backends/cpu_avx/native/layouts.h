@@ -45,8 +45,25 @@
 
 #include "linear.h"
 
-enum { FL_Q4_0, FL_Q4_1, FL_Q5_0, FL_Q5_1, FL_Q8_0, FL_Q2_K, FL_Q3_K, FL_Q4_K, FL_Q5_K, FL_Q6_K, FL_IQ4_NL, FL_IQ4_XS, FL_MXFP4,
-       FL_F32, FL_F16, FL_BF16, FL_LAYOUTS };
+enum {
+    FL_Q4_0,
+    FL_Q4_1,
+    FL_Q5_0,
+    FL_Q5_1,
+    FL_Q8_0,
+    FL_Q2_K,
+    FL_Q3_K,
+    FL_Q4_K,
+    FL_Q5_K,
+    FL_Q6_K,
+    FL_IQ4_NL,
+    FL_IQ4_XS,
+    FL_MXFP4,
+    FL_F32,
+    FL_F16,
+    FL_BF16,
+    FL_LAYOUTS
+};
 enum { FL_BLOCK_LAYOUTS = FL_F32 };
 
 /* How sw and mw of a group come from head and scale bytes. */
@@ -62,36 +79,36 @@ enum { FL_TABLE_NONE, FL_TABLE_NONLINEAR, FL_TABLE_E2M1 };
 
 typedef struct {
     const char *name;
-    int16_t block, block_bytes;    /* of the file format */
-    int8_t low, high;              /* bits of the two planes */
-    int8_t top;                    /* largest code */
-    int8_t zero;                   /* what is subtracted from a code */
-    int8_t is_signed;              /* codes are signed bytes (zero counts as 128 for unsigned kernels) */
-    int8_t group;                  /* k per scale: 16 or 32 */
-    int8_t lines;                  /* scale byte lines per tile */
-    int8_t minimum;                /* formats with mw */
+    int16_t block, block_bytes; /* of the file format */
+    int8_t low, high;           /* bits of the two planes */
+    int8_t top;                 /* largest code */
+    int8_t zero;                /* what is subtracted from a code */
+    int8_t is_signed;           /* codes are signed bytes (zero counts as 128 for unsigned kernels) */
+    int8_t group;               /* k per scale: 16 or 32 */
+    int8_t lines;               /* scale byte lines per tile */
+    int8_t minimum;             /* formats with mw */
     int8_t scale, table;
-    int16_t head;                  /* bytes */
+    int16_t head; /* bytes */
 } fl_layout;
 
 static const fl_layout FL_LAYOUT[FL_LAYOUTS] = {
     /*             name         block bytes low high top zero sign group lines min scale           table            head */
-    [FL_Q4_0]   = {"q4_0.s32",    32,   18,  4,  0,  15,   8,  0,   32,  0,   0, FL_SCALE_HALF,  FL_TABLE_NONE,       64},
-    [FL_Q4_1]   = {"q4_1.s32",    32,   20,  4,  0,  15,   0,  0,   32,  0,   1, FL_SCALE_HALF,  FL_TABLE_NONE,      128},
-    [FL_Q5_0]   = {"q5_0.s32",    32,   22,  4,  1,  31,  16,  0,   32,  0,   0, FL_SCALE_HALF,  FL_TABLE_NONE,       64},
-    [FL_Q5_1]   = {"q5_1.s32",    32,   24,  4,  1,  31,   0,  0,   32,  0,   1, FL_SCALE_HALF,  FL_TABLE_NONE,      128},
-    [FL_Q8_0]   = {"q8_0.s32",    32,   34,  8,  0, 127,   0,  1,   32,  0,   0, FL_SCALE_HALF,  FL_TABLE_NONE,       64},
-    [FL_Q2_K]   = {"q2_k.s32",   256,   84,  2,  0,   3,   0,  0,   16,  2,   1, FL_SCALE_NIBS,  FL_TABLE_NONE,      128},
-    [FL_Q3_K]   = {"q3_k.s32",   256,  110,  2,  1,   7,   4,  0,   16,  2,   0, FL_SCALE_BYTES, FL_TABLE_NONE,       64},
-    [FL_Q4_K]   = {"q4_k.s32",   256,  144,  4,  0,  15,   0,  0,   32,  2,   1, FL_SCALE_PAIR,  FL_TABLE_NONE,      128},
-    [FL_Q5_K]   = {"q5_k.s32",   256,  176,  4,  1,  31,   0,  0,   32,  2,   1, FL_SCALE_PAIR,  FL_TABLE_NONE,      128},
-    [FL_Q6_K]   = {"q6_k.s32",   256,  210,  4,  2,  63,  32,  0,   16,  2,   0, FL_SCALE_BYTES, FL_TABLE_NONE,       64},
-    [FL_IQ4_NL] = {"iq4_nl.s32",  32,   18,  4,  0, 127,   0,  1,   32,  0,   0, FL_SCALE_HALF,  FL_TABLE_NONLINEAR,  64},
-    [FL_IQ4_XS] = {"iq4_xs.s32", 256,  136,  4,  0, 127,   0,  1,   32,  1,   0, FL_SCALE_BYTES, FL_TABLE_NONLINEAR,  64},
-    [FL_MXFP4]  = {"mxfp4.s32",   32,   17,  4,  0,  24,  12,  0,   32,  0,   0, FL_SCALE_EXP,   FL_TABLE_E2M1,       32},
-    [FL_F32]    = {"f32.s32",      1,    4,  0,  0,   0,   0,  0,    0,  0,   0, FL_SCALE_NONE,  FL_TABLE_NONE,        0},
-    [FL_F16]    = {"f16.s32",      1,    2,  0,  0,   0,   0,  0,    0,  0,   0, FL_SCALE_NONE,  FL_TABLE_NONE,        0},
-    [FL_BF16]   = {"bf16.s32",     1,    2,  0,  0,   0,   0,  0,    0,  0,   0, FL_SCALE_NONE,  FL_TABLE_NONE,        0},
+    [FL_Q4_0] = {"q4_0.s32", 32, 18, 4, 0, 15, 8, 0, 32, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_Q4_1] = {"q4_1.s32", 32, 20, 4, 0, 15, 0, 0, 32, 0, 1, FL_SCALE_HALF, FL_TABLE_NONE, 128},
+    [FL_Q5_0] = {"q5_0.s32", 32, 22, 4, 1, 31, 16, 0, 32, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_Q5_1] = {"q5_1.s32", 32, 24, 4, 1, 31, 0, 0, 32, 0, 1, FL_SCALE_HALF, FL_TABLE_NONE, 128},
+    [FL_Q8_0] = {"q8_0.s32", 32, 34, 8, 0, 127, 0, 1, 32, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_Q2_K] = {"q2_k.s32", 256, 84, 2, 0, 3, 0, 0, 16, 2, 1, FL_SCALE_NIBS, FL_TABLE_NONE, 128},
+    [FL_Q3_K] = {"q3_k.s32", 256, 110, 2, 1, 7, 4, 0, 16, 2, 0, FL_SCALE_BYTES, FL_TABLE_NONE, 64},
+    [FL_Q4_K] = {"q4_k.s32", 256, 144, 4, 0, 15, 0, 0, 32, 2, 1, FL_SCALE_PAIR, FL_TABLE_NONE, 128},
+    [FL_Q5_K] = {"q5_k.s32", 256, 176, 4, 1, 31, 0, 0, 32, 2, 1, FL_SCALE_PAIR, FL_TABLE_NONE, 128},
+    [FL_Q6_K] = {"q6_k.s32", 256, 210, 4, 2, 63, 32, 0, 16, 2, 0, FL_SCALE_BYTES, FL_TABLE_NONE, 64},
+    [FL_IQ4_NL] = {"iq4_nl.s32", 32, 18, 4, 0, 127, 0, 1, 32, 0, 0, FL_SCALE_HALF, FL_TABLE_NONLINEAR, 64},
+    [FL_IQ4_XS] = {"iq4_xs.s32", 256, 136, 4, 0, 127, 0, 1, 32, 1, 0, FL_SCALE_BYTES, FL_TABLE_NONLINEAR, 64},
+    [FL_MXFP4] = {"mxfp4.s32", 32, 17, 4, 0, 24, 12, 0, 32, 0, 0, FL_SCALE_EXP, FL_TABLE_E2M1, 32},
+    [FL_F32] = {"f32.s32", 1, 4, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
+    [FL_F16] = {"f16.s32", 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
+    [FL_BF16] = {"bf16.s32", 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
 };
 
 enum { FL_TILE_K = 32, FL_LINE = 4 * FL_STRIP, FL_LINEAR_SCRATCH = 65536 /* bytes per thread, all variants */ };
@@ -128,8 +145,16 @@ FL_INLINE float *fl_floats(const fl_acts *a, int row) { return (float *)a->data 
 
 /* ---- scalar access to a packed weight: the meaning of the layout, used by unpack_row and the reference ---- */
 
-FL_INLINE float fl_bits_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-FL_INLINE uint32_t fl_float_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+FL_INLINE float fl_bits_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+FL_INLINE uint32_t fl_float_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
 
 /* f16 -> f32, exact, whatever the denormal mode of the thread. */
 FL_INLINE float fl_half(uint16_t h) {
@@ -159,13 +184,24 @@ FL_INLINE int fl_code(const fl_layout *L, const uint8_t *tile, int r, int k) {
 /* sw and mw of row r, for group `half` (0 or 1, 0 only where groups are 32) of a tile. */
 FL_INLINE void fl_scales(const fl_layout *L, const uint8_t *head, const uint8_t *tile, int r, int half, float *sw, float *mw) {
     *mw = 0.0f;
-    if (L->scale == FL_SCALE_EXP) { *sw = fl_exponent_scale(head[r]); return; }
+    if (L->scale == FL_SCALE_EXP) {
+        *sw = fl_exponent_scale(head[r]);
+        return;
+    }
     const float d = fl_half(fl_u16(head + 2 * r)), m = L->minimum ? fl_half(fl_u16(head + 64 + 2 * r)) : 0.0f;
     switch (L->scale) {
-        case FL_SCALE_HALF: *sw = d, *mw = m; break;
-        case FL_SCALE_BYTES: *sw = d * (float)(int8_t)tile[FL_STRIP * half + r]; break;
-        case FL_SCALE_PAIR: *sw = d * (float)tile[r], *mw = -(m * (float)tile[FL_STRIP + r]); break;
-        default: *sw = d * (float)(tile[FL_STRIP * half + r] & 15), *mw = -(m * (float)(tile[FL_STRIP * half + r] >> 4)); break;
+    case FL_SCALE_HALF:
+        *sw = d, *mw = m;
+        break;
+    case FL_SCALE_BYTES:
+        *sw = d * (float)(int8_t)tile[FL_STRIP * half + r];
+        break;
+    case FL_SCALE_PAIR:
+        *sw = d * (float)tile[r], *mw = -(m * (float)tile[FL_STRIP + r]);
+        break;
+    default:
+        *sw = d * (float)(tile[FL_STRIP * half + r] & 15), *mw = -(m * (float)(tile[FL_STRIP * half + r] >> 4));
+        break;
     }
 }
 

@@ -32,11 +32,12 @@ typedef struct {
 } fl_acts;
 
 /* not per variant (pack.c) */
-int fl_layout_id(const char *name);                          /* -1: unknown */
-const char *fl_layout_name(int layout);                      /* NULL: no such layout */
-size_t fl_packed_bytes(int layout, int64_t N, int64_t K);    /* 0: this shape cannot be packed so */
-size_t fl_source_bytes(int layout, int64_t N, int64_t K);    /* bytes of the same weight in its file format; 0 as above */
-int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst); /* src: file bytes of the layout's source format; 0 ok */
+int fl_layout_id(const char *name);                       /* -1: unknown */
+const char *fl_layout_name(int layout);                   /* NULL: no such layout */
+size_t fl_packed_bytes(int layout, int64_t N, int64_t K); /* 0: this shape cannot be packed so */
+size_t fl_source_bytes(int layout, int64_t N, int64_t K); /* bytes of the same weight in its file format; 0 as above */
+int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src,
+            uint8_t *dst); /* src: file bytes of the layout's source format; 0 ok */
 /* Only strips [strip0, strip1) of it: src and dst point at the first of them. */
 int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t strip1, const uint8_t *src, uint8_t *dst);
 int fl_prepare_kind(int layout, int exact);                  /* exact: f32 activations */

@@ -14,8 +14,10 @@ static float dot_f32(const fl_weight *w, int n, const float *x, float *decoded) 
     for (int k = 0; k < w->K; k++) {
         const uint8_t *plain = strip + ((size_t)k * FL_STRIP + (size_t)r) * (size_t)L->block_bytes;
         if (w->layout == FL_F32) memcpy(&decoded[k], plain, 4);
-        else if (w->layout == FL_F16) decoded[k] = fl_half(fl_u16(plain));
-        else if (w->layout == FL_BF16) decoded[k] = fl_bits_float((uint32_t)fl_u16(plain) << 16);
+        else if (w->layout == FL_F16)
+            decoded[k] = fl_half(fl_u16(plain));
+        else if (w->layout == FL_BF16)
+            decoded[k] = fl_bits_float((uint32_t)fl_u16(plain) << 16);
         else {
             const uint8_t *head = strip + (size_t)(k / L->block) * fl_block_packed(L);
             const uint8_t *tile = head + L->head + k % L->block / FL_TILE_K * fl_tile_bytes(L);
@@ -76,7 +78,8 @@ void fl_linear_reference(const fl_weight *w, const float *x, int T, const float 
         const float *row = x + (size_t)t * (size_t)w->K;
         if (!plain) quantise(row, w->K, codes, floats);
         for (int n = 0; n < w->N; n++) {
-            float v = plain ? dot_f32(w, n, row, floats) : dot_int8(w, n, codes, floats), *out = y + (size_t)t * (size_t)w->N + n;
+            float v = plain ? dot_f32(w, n, row, floats) : dot_int8(w, n, codes, floats),
+                  *out = y + (size_t)t * (size_t)w->N + n;
             if (bias) v += bias[n];
             *out = accumulate ? *out + v : v;
         }

@@ -67,50 +67,64 @@ static void read_block(int layout, const uint8_t *in, block_parts *out) {
     uint8_t *q = out->q;
     const uint8_t *d = in, *m = in + 2;
     switch (layout) {
-        case FL_Q4_0: case FL_IQ4_NL: nibbles(in + 2, q); break;
-        case FL_Q4_1: nibbles(in + 4, q); break;
-        case FL_Q5_0: nibbles(in + 6, q), fifth_bits(in + 2, q); break;
-        case FL_Q5_1: nibbles(in + 8, q), fifth_bits(in + 4, q); break;
-        case FL_Q8_0: memcpy(q, in + 2, 32); break;
-        case FL_MXFP4: nibbles(in + 1, q); break;
-        case FL_Q2_K: /* 16 (scale | minimum << 4), 64 crumbs, d, m */
-            for (int i = 0; i < 16; i++) out->scales[i / 2][i % 2] = in[i];
-            for (int i = 0; i < 256; i++) q[i] = in[16 + 32 * (i / 128) + i % 32] >> 2 * (i % 128 / 32) & 3;
-            d = in + 80, m = in + 82;
-            break;
-        case FL_Q3_K: /* 32 high bits, 64 crumbs, 12 bytes of 6-bit scales, d */
-            for (int i = 0; i < 16; i++) {
-                const int low = in[96 + i % 8] >> 4 * (i / 8) & 15, top = in[104 + i % 4] >> 2 * (i / 4) & 3;
-                out->scales[i / 2][i % 2] = (uint8_t)((low | top << 4) - 32);
-            }
-            for (int i = 0; i < 256; i++)
-                q[i] = (in[32 + 32 * (i / 128) + i % 32] >> 2 * (i % 128 / 32) & 3) | (in[i % 32] >> i / 32 & 1) << 2;
-            d = in + 108;
-            break;
-        case FL_Q4_K: case FL_Q5_K: { /* d, m, 12 bytes of scales, (32 fifth bits,) 128 nibbles */
-            const uint8_t *low = in + (layout == FL_Q4_K ? 16 : 48);
-            scales_k(in + 4, out);
-            for (int i = 0; i < 256; i++) q[i] = low[32 * (i / 64) + i % 32] >> 4 * (i % 64 / 32) & 15;
-            if (layout == FL_Q5_K)
-                for (int i = 0; i < 256; i++) q[i] |= (in[16 + i % 32] >> i / 32 & 1) << 4;
-            break;
+    case FL_Q4_0:
+    case FL_IQ4_NL:
+        nibbles(in + 2, q);
+        break;
+    case FL_Q4_1:
+        nibbles(in + 4, q);
+        break;
+    case FL_Q5_0:
+        nibbles(in + 6, q), fifth_bits(in + 2, q);
+        break;
+    case FL_Q5_1:
+        nibbles(in + 8, q), fifth_bits(in + 4, q);
+        break;
+    case FL_Q8_0:
+        memcpy(q, in + 2, 32);
+        break;
+    case FL_MXFP4:
+        nibbles(in + 1, q);
+        break;
+    case FL_Q2_K: /* 16 (scale | minimum << 4), 64 crumbs, d, m */
+        for (int i = 0; i < 16; i++) out->scales[i / 2][i % 2] = in[i];
+        for (int i = 0; i < 256; i++) q[i] = in[16 + 32 * (i / 128) + i % 32] >> 2 * (i % 128 / 32) & 3;
+        d = in + 80, m = in + 82;
+        break;
+    case FL_Q3_K: /* 32 high bits, 64 crumbs, 12 bytes of 6-bit scales, d */
+        for (int i = 0; i < 16; i++) {
+            const int low = in[96 + i % 8] >> 4 * (i / 8) & 15, top = in[104 + i % 4] >> 2 * (i / 4) & 3;
+            out->scales[i / 2][i % 2] = (uint8_t)((low | top << 4) - 32);
         }
-        case FL_Q6_K: /* 128 low nibbles, 64 top crumbs, 16 signed scales, d */
-            for (int i = 0; i < 16; i++) out->scales[i / 2][i % 2] = in[192 + i];
-            for (int i = 0; i < 256; i++) {
-                const int half = i / 128, quarter = i % 128 / 32, t = i % 32;
-                q[i] = (in[64 * half + 32 * (quarter & 1) + t] >> 4 * (quarter >> 1) & 15)
-                       | (in[128 + 32 * half + t] >> 2 * quarter & 3) << 4;
-            }
-            d = in + 208;
-            break;
-        default: /* FL_IQ4_XS: d, u16 of top crumbs, 4 bytes of low nibbles, 128 nibbles */
-            for (int j = 0; j < 8; j++) {
-                const int s = (in[4 + j / 2] >> 4 * (j % 2) & 15) | (fl_u16(in + 2) >> 2 * j & 3) << 4;
-                out->scales[j][0] = (uint8_t)(s - 32);
-                nibbles(in + 8 + 16 * j, q + 32 * j);
-            }
-            break;
+        for (int i = 0; i < 256; i++)
+            q[i] = (in[32 + 32 * (i / 128) + i % 32] >> 2 * (i % 128 / 32) & 3) | (in[i % 32] >> i / 32 & 1) << 2;
+        d = in + 108;
+        break;
+    case FL_Q4_K:
+    case FL_Q5_K: { /* d, m, 12 bytes of scales, (32 fifth bits,) 128 nibbles */
+        const uint8_t *low = in + (layout == FL_Q4_K ? 16 : 48);
+        scales_k(in + 4, out);
+        for (int i = 0; i < 256; i++) q[i] = low[32 * (i / 64) + i % 32] >> 4 * (i % 64 / 32) & 15;
+        if (layout == FL_Q5_K)
+            for (int i = 0; i < 256; i++) q[i] |= (in[16 + i % 32] >> i / 32 & 1) << 4;
+        break;
+    }
+    case FL_Q6_K: /* 128 low nibbles, 64 top crumbs, 16 signed scales, d */
+        for (int i = 0; i < 16; i++) out->scales[i / 2][i % 2] = in[192 + i];
+        for (int i = 0; i < 256; i++) {
+            const int half = i / 128, quarter = i % 128 / 32, t = i % 32;
+            q[i] = (in[64 * half + 32 * (quarter & 1) + t] >> 4 * (quarter >> 1) & 15) |
+                   (in[128 + 32 * half + t] >> 2 * quarter & 3) << 4;
+        }
+        d = in + 208;
+        break;
+    default: /* FL_IQ4_XS: d, u16 of top crumbs, 4 bytes of low nibbles, 128 nibbles */
+        for (int j = 0; j < 8; j++) {
+            const int s = (in[4 + j / 2] >> 4 * (j % 2) & 15) | (fl_u16(in + 2) >> 2 * j & 3) << 4;
+            out->scales[j][0] = (uint8_t)(s - 32);
+            nibbles(in + 8 + 16 * j, q + 32 * j);
+        }
+        break;
     }
     memcpy(out->d, d, 2), memcpy(out->m, m, 2);
 }
@@ -157,7 +171,8 @@ static void pack_blocks(int layout, int rows, int64_t K, const uint8_t *src, uin
             uint8_t *head = dst + (size_t)b * packed, *tile = head + L->head;
             read_block(layout, in, &parts);
             if (L->scale == FL_SCALE_EXP) head[r] = in[0];
-            else memcpy(head + 2 * r, parts.d, 2);
+            else
+                memcpy(head + 2 * r, parts.d, 2);
             if (L->minimum) memcpy(head + 64 + 2 * r, parts.m, 2);
             for (int t = 0; t < L->block / FL_TILE_K; t++, tile += tile_bytes) {
                 for (int l = 0; l < L->lines; l++) tile[FL_STRIP * l + r] = parts.scales[t][l];
@@ -174,7 +189,8 @@ static void pack_plain(int size, int rows, int64_t K, const uint8_t *src, uint8_
                 const uint8_t *in = src + ((size_t)r * (size_t)K + (size_t)k) * (size_t)size;
                 uint8_t *out = dst + ((size_t)k * FL_STRIP + (size_t)r) * (size_t)size;
                 if (size == 4) memcpy(out, in, 4);
-                else memcpy(out, in, 2);
+                else
+                    memcpy(out, in, 2);
             }
 }
 
@@ -188,7 +204,8 @@ int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t str
         uint8_t *out = dst + (size_t)(s - strip0) * strip;
         if (rows < FL_STRIP) memset(out, 0, strip);
         if (L->block == 1) pack_plain(L->block_bytes, rows, K, in, out);
-        else pack_blocks(layout, rows, K, in, out);
+        else
+            pack_blocks(layout, rows, K, in, out);
     }
     return 0;
 }

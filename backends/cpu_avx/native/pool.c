@@ -135,7 +135,8 @@ static double pauses_per_us(void) {
     return best > 1.0 ? 1000.0 / best : 1000.0;
 }
 
-fl_pool *fl_pool_new(int threads, const int32_t *cores, const int32_t *start, double idle_spin_us, double barrier_spin_us, int *error) {
+fl_pool *fl_pool_new(int threads, const int32_t *cores, const int32_t *start, double idle_spin_us, double barrier_spin_us,
+                     int *error) {
     *error = EINVAL;
     if (threads < 1 || threads > 4096) return NULL;
     *error = ENOMEM;
@@ -178,7 +179,8 @@ fl_pool *fl_pool_new(int threads, const int32_t *cores, const int32_t *start, do
         *w = (worker_arg){p, i};
         status = pthread_create(&p->ids[i], NULL, worker, w);
         if (status == 0) p->started++;
-        else free(w);
+        else
+            free(w);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (status == 0) {

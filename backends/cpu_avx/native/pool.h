@@ -16,7 +16,8 @@ enum { FL_POOL_OK = 0, FL_POOL_FORKED = 1, FL_POOL_BUSY = 2 };
 
 /* threads: 1 or more. cores, start: thread i may run on cores[start[i]] … cores[start[i+1]-1]; NULL: no pinning. spin_us: how long a
  * thread spins before it sleeps, between runs and at a barrier. NULL on failure, with *error an errno. */
-fl_pool *fl_pool_new(int threads, const int32_t *cores, const int32_t *start, double idle_spin_us, double barrier_spin_us, int *error);
+fl_pool *fl_pool_new(int threads, const int32_t *cores, const int32_t *start, double idle_spin_us, double barrier_spin_us,
+                     int *error);
 int fl_pool_threads(const fl_pool *pool);
 int fl_pool_run(fl_pool *pool, fl_pool_fn fn, void *arg); /* returns when every thread has returned from fn */
 void fl_pool_barrier(fl_pool *pool);                      /* inside fn, by all threads */

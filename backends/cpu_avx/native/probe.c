@@ -16,7 +16,8 @@ typedef struct {
 static void read_share(void *arg, int thread, int threads, fl_pool *pool) {
     (void)pool;
     read_job *job = arg;
-    size_t lines = job->nbytes / 256, a = lines * (size_t)thread / (size_t)threads, b = lines * (size_t)(thread + 1) / (size_t)threads;
+    size_t lines = job->nbytes / 256, a = lines * (size_t)thread / (size_t)threads,
+           b = lines * (size_t)(thread + 1) / (size_t)threads;
     const u64x4 *p = (const u64x4 *)job->memory + a * 8, *end = (const u64x4 *)job->memory + b * 8;
     u64x4 s[8] = {{0}};
     for (; p < end; p += 8)

@@ -7,12 +7,18 @@
 
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
-    case FL_SYM_T: return p->T;
-    case FL_SYM_S: return p->S;
-    case FL_SYM_R: return p->R;
-    case FL_SYM_S1: return p->S + 1;
-    case FL_SYM_R1: return p->R + 1;
-    default: return fixed;
+    case FL_SYM_T:
+        return p->T;
+    case FL_SYM_S:
+        return p->S;
+    case FL_SYM_R:
+        return p->R;
+    case FL_SYM_S1:
+        return p->S + 1;
+    case FL_SYM_R1:
+        return p->R + 1;
+    default:
+        return fixed;
     }
 }
 
@@ -96,7 +102,8 @@ static void attention_resolve(const fl_program *p, fl_instruction *ins) {
         if (a->context_len[s] > longest) longest = a->context_len[s];
     }
     int threads = fl_pool_threads(p->pool);
-    if (threads > 1 && units < 4 * threads && p->T <= ins->i[5] && longest > FL_RANGE) a->partials = (float *)(intptr_t)ins->i[6];
+    if (threads > 1 && units < 4 * threads && p->T <= ins->i[5] && longest > FL_RANGE)
+        a->partials = (float *)(intptr_t)ins->i[6];
 }
 
 static void attention_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
@@ -112,7 +119,8 @@ static void attention_run(const fl_program *p, fl_instruction *ins, int thread, 
             if (unit < base + count) break;
         }
         if (s == p->S) break;
-        int64_t index = unit - base, part = index % parts, head = index / parts % a->cache.heads, at = index / parts / a->cache.heads;
+        int64_t index = unit - base, part = index % parts, head = index / parts % a->cache.heads,
+                at = index / parts / a->cache.heads;
         at = (rows + tile - 1) / tile - 1 - at; /* the last rows of a prompt see most keys: begin with them */
         int64_t row0 = a->query_start[s] + at * tile, row1 = row0 + tile;
         if (row1 > a->query_start[s + 1]) row1 = a->query_start[s + 1];
@@ -129,7 +137,8 @@ static void attention_run(const fl_program *p, fl_instruction *ins, int thread, 
 
 /* the rest ------------------------------------------------------------------------------------------------------------- */
 
-static void rope_table(const fl_view *positions, const fl_view *inv_freq, float factor, const fl_view *table, int64_t i0, int64_t i1) {
+static void rope_table(const fl_view *positions, const fl_view *inv_freq, float factor, const fl_view *table, int64_t i0,
+                       int64_t i1) {
     int64_t r = inv_freq->d2;
     for (int64_t t = i0; t < i1; t++) {
         double position = ((const int32_t *)positions->p)[t];
@@ -148,22 +157,37 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
     int64_t rows = v[ins->op == FL_OP_LINEAR ? 1 : 0].rows, i0, i1; /* the rows that threads share */
     i0 = rows * thread / threads, i1 = rows * (thread + 1) / threads;
     switch (ins->op) {
-    case FL_OP_EMBED: k->embed((const int32_t *)v[0].p, &v[1], &v[2], i0, i1); break;
+    case FL_OP_EMBED:
+        k->embed((const int32_t *)v[0].p, &v[1], &v[2], i0, i1);
+        break;
     case FL_OP_EMBED_PACKED:
         for (int64_t i = i0; i < i1; i++)
             k->linear->unpack_row(&ins->weight, ((const int32_t *)v[0].p)[i], (float *)v[2].p + i * v[2].s0);
         break;
-    case FL_OP_RMS_NORM: k->rms_norm(&v[0], (const float *)v[1].p, ins->f[0], &v[2], i0, i1); break;
-    case FL_OP_LAYER_NORM: k->layer_norm(&v[0], (const float *)v[1].p, (const float *)v[2].p, ins->f[0], &v[3], i0, i1); break;
-    case FL_OP_ROPE_TABLE: rope_table(&v[0], &v[1], ins->f[0], &v[2], i0, i1); break;
-    case FL_OP_ROPE: k->rope(&v[0], (const float *)v[1].p, (int32_t)ins->i[0], (int32_t)ins->i[1], &v[2], i0, i1); break;
-    case FL_OP_KV_WRITE: k->kv_write(&ins->cache, &v[0], &v[1], (const int32_t *)v[2].p, i0, i1); break;
-    case FL_OP_ATTENTION: attention_run(p, ins, thread, threads, scratch); break;
+    case FL_OP_RMS_NORM:
+        k->rms_norm(&v[0], (const float *)v[1].p, ins->f[0], &v[2], i0, i1);
+        break;
+    case FL_OP_LAYER_NORM:
+        k->layer_norm(&v[0], (const float *)v[1].p, (const float *)v[2].p, ins->f[0], &v[3], i0, i1);
+        break;
+    case FL_OP_ROPE_TABLE:
+        rope_table(&v[0], &v[1], ins->f[0], &v[2], i0, i1);
+        break;
+    case FL_OP_ROPE:
+        k->rope(&v[0], (const float *)v[1].p, (int32_t)ins->i[0], (int32_t)ins->i[1], &v[2], i0, i1);
+        break;
+    case FL_OP_KV_WRITE:
+        k->kv_write(&ins->cache, &v[0], &v[1], (const int32_t *)v[2].p, i0, i1);
+        break;
+    case FL_OP_ATTENTION:
+        attention_run(p, ins, thread, threads, scratch);
+        break;
     case FL_OP_PREPARE:
         if (i0 < i1) k->linear->prepare(&ins->acts, (const float *)v[0].p, (size_t)v[0].s0, (int)i0, (int)i1);
         break;
     case FL_OP_LINEAR: {
-        int64_t strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP, a = strips * thread / threads, b = strips * (thread + 1) / threads;
+        int64_t strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP, a = strips * thread / threads,
+                b = strips * (thread + 1) / threads;
         if (rows > 0 && a < b)
             k->linear->linear(&ins->weight, &ins->acts, (const float *)v[0].p, (float *)v[1].p, (size_t)v[1].s0, (int)a, (int)b,
                               (int)ins->i[0], scratch);
@@ -181,14 +205,29 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         if (c0 < c1) k->act_mul((int32_t)ins->i[0], &v[0], v[1].p ? &v[1] : NULL, &v[2], i0, i1, c0, c1);
         break;
     }
-    case FL_OP_ADD: k->add(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1); break;
-    case FL_OP_MUL: k->mul(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1); break;
-    case FL_OP_SOFTMAX: k->softmax(&v[0], &v[1], i0, i1); break;
-    case FL_OP_SOFTCAP: k->softcap(&v[0], ins->f[0], &v[1], i0, i1); break;
-    case FL_OP_MATMUL: k->matmul(&v[0], &v[1], &v[2], i0, i1); break;
-    case FL_OP_QUANTIZE: k->quantize(&v[0], (int32_t)ins->i[0], &v[1], &v[2], i0, i1); break;
-    case FL_OP_DEQUANTIZE: k->dequantize(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1); break;
-    default: break;
+    case FL_OP_ADD:
+        k->add(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1);
+        break;
+    case FL_OP_MUL:
+        k->mul(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1);
+        break;
+    case FL_OP_SOFTMAX:
+        k->softmax(&v[0], &v[1], i0, i1);
+        break;
+    case FL_OP_SOFTCAP:
+        k->softcap(&v[0], ins->f[0], &v[1], i0, i1);
+        break;
+    case FL_OP_MATMUL:
+        k->matmul(&v[0], &v[1], &v[2], i0, i1);
+        break;
+    case FL_OP_QUANTIZE:
+        k->quantize(&v[0], (int32_t)ins->i[0], &v[1], &v[2], i0, i1);
+        break;
+    case FL_OP_DEQUANTIZE:
+        k->dequantize(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1);
+        break;
+    default:
+        break;
     }
 }
 

@@ -20,12 +20,12 @@ enum {
     FL_OP_ROPE_TABLE,   /* positions, inv_freq, table; f0 = factor */
     FL_OP_ROPE,         /* x, table, out; i0 = r, i1 = pairs */
     FL_OP_KV_WRITE,     /* key, value?, slots; cache */
-    FL_OP_ATTENTION,    /* q, positions, query_start, context_len, block_table, sinks?, slopes?, prefix_len?, out; cache; i0 mask, i1 chunk,
+    FL_OP_ATTENTION, /* q, positions, query_start, context_len, block_table, sinks?, slopes?, prefix_len?, out; cache; i0 mask, i1 chunk,
                            i2 window, i3 value_dim, i4 ranges, i5 rows that partials hold, i6 address of partials; f0 scale, f1 softcap */
-    FL_OP_PREPARE,      /* x; acts */
-    FL_OP_LINEAR,       /* bias?, out; weight, acts; i0 = accumulate */
-    FL_OP_ACT_MUL,      /* gate, up?, out; i0 = kind, i1 = split columns instead of rows */
-    FL_OP_ADD,          /* x, y, out; i0 = shape of y */
+    FL_OP_PREPARE, /* x; acts */
+    FL_OP_LINEAR,  /* bias?, out; weight, acts; i0 = accumulate */
+    FL_OP_ACT_MUL, /* gate, up?, out; i0 = kind, i1 = split columns instead of rows */
+    FL_OP_ADD,     /* x, y, out; i0 = shape of y */
     FL_OP_MUL,
     FL_OP_SOFTMAX,    /* x, out */
     FL_OP_SOFTCAP,    /* x, out; f0 = cap */
@@ -56,8 +56,8 @@ enum { FL_CHECK_INDEX, FL_CHECK_SLOT, FL_CHECK_PAGES };
 
 typedef struct {
     int32_t kind, node, symbol, limit_symbol;
-    int64_t rows, limit;      /* INDEX: 0 <= p[i] < limit; SLOT: p[i] < limit */
-    const int32_t *p;         /* PAGES: query_start */
+    int64_t rows, limit; /* INDEX: 0 <= p[i] < limit; SLOT: p[i] < limit */
+    const int32_t *p;    /* PAGES: query_start */
     const int32_t *context_len, *block_table;
     int64_t table_stride, table_width, block_size; /* PAGES: limit is the number of blocks */
 } fl_check;

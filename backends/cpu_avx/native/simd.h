@@ -31,7 +31,11 @@
 #define FL_MAGIC 12582912.0f
 #define FL_MAGIC_BITS 0x4B400000
 
-FL_INLINE int32_t load_i32(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
+FL_INLINE int32_t load_i32(const void *p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
 
 #if defined(FL_AVX512) && !defined(FL_EMULATE)
 /* ---- AVX-512 ---------------------------------------------------------------------------------------------------------- */
@@ -43,7 +47,9 @@ FL_INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
 FL_INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
 FL_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 FL_INLINE void vf_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
-FL_INLINE vf vf_neg(vf a) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MIN))); }
+FL_INLINE vf vf_neg(vf a) {
+    return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MIN)));
+}
 FL_INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 FL_INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 FL_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -104,7 +110,10 @@ FL_INLINE vi vi_i8s(const uint8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_ep
 FL_INLINE vi vi_load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 FL_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 /* The empty asm keeps a chain of additions a chain: compilers rebalance it to a tree, which needs twice the registers there are. */
-FL_INLINE vi vi_chained(vi sum) { __asm__("" : "+x"(sum)); return sum; }
+FL_INLINE vi vi_chained(vi sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
 FL_INLINE vi vi_add(vi a, vi b) { return vi_chained(_mm256_add_epi32(a, b)); }
 FL_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 FL_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
@@ -135,24 +144,46 @@ FL_INLINE vb vb_sign(vb x, vb w) { return _mm256_sign_epi8(x, w); }
 /* ---- plain C ------------------------------------------------------------------------------------------------------------ */
 #define FL_WIDEN 0
 #define FL_PLAIN_C 1
-typedef struct { float v[FL_LANES]; } vf;
-typedef struct { int32_t v[FL_LANES]; } vi;
-typedef struct { uint8_t v[4 * FL_LANES]; } vb;
-#define FL_EACH(type, n, expression) do { type r_; for (int i = 0; i < (n); i++) r_.v[i] = (expression); return r_; } while (0)
+typedef struct {
+    float v[FL_LANES];
+} vf;
+typedef struct {
+    int32_t v[FL_LANES];
+} vi;
+typedef struct {
+    uint8_t v[4 * FL_LANES];
+} vb;
+#define FL_EACH(type, n, expression)                                                                                           \
+    do {                                                                                                                       \
+        type r_;                                                                                                               \
+        for (int i = 0; i < (n); i++) r_.v[i] = (expression);                                                                  \
+        return r_;                                                                                                             \
+    } while (0)
 FL_INLINE float plain_half(uint16_t h) {
     const uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
     float f;
     uint32_t bits = magnitude + (magnitude >= 31u << 23 ? 224u << 23 : 112u << 23);
-    if (magnitude < 1u << 23) { f = (float)(magnitude >> 13) * 0x1p-24f; memcpy(&bits, &f, 4); }
+    if (magnitude < 1u << 23) {
+        f = (float)(magnitude >> 13) * 0x1p-24f;
+        memcpy(&bits, &f, 4);
+    }
     bits |= (uint32_t)(h & 0x8000) << 16;
     memcpy(&f, &bits, 4);
     return f;
 }
 FL_INLINE uint16_t plain_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
-FL_INLINE float plain_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+FL_INLINE float plain_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
 FL_INLINE vf vf_zero(void) { FL_EACH(vf, FL_LANES, 0.0f); }
 FL_INLINE vf vf_set1(float x) { FL_EACH(vf, FL_LANES, x); }
-FL_INLINE vf vf_load(const float *p) { vf a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE vf vf_load(const float *p) {
+    vf a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
 FL_INLINE void vf_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
 FL_INLINE vf vf_neg(vf a) { FL_EACH(vf, FL_LANES, -a.v[i]); }
 FL_INLINE vf vf_add(vf a, vf b) { FL_EACH(vf, FL_LANES, a.v[i] + b.v[i]); }
@@ -166,17 +197,29 @@ FL_INLINE vf vf_mac(vf a, vf b, vf c) { FL_EACH(vf, FL_LANES, a.v[i] * b.v[i] + 
 FL_INLINE vf vf_halves(const uint8_t *p) { FL_EACH(vf, FL_LANES, plain_half(plain_u16(p + 2 * i))); }
 FL_INLINE vf vf_bf16s(const uint8_t *p) { FL_EACH(vf, FL_LANES, plain_float((uint32_t)plain_u16(p + 2 * i) << 16)); }
 FL_INLINE vf vf_ints(vi a) { FL_EACH(vf, FL_LANES, (float)a.v[i]); }
-FL_INLINE vf vf_bits(vi a) { vf r; memcpy(&r, &a, sizeof r); return r; }
+FL_INLINE vf vf_bits(vi a) {
+    vf r;
+    memcpy(&r, &a, sizeof r);
+    return r;
+}
 FL_INLINE vi vi_u8s(const uint8_t *p) { FL_EACH(vi, FL_LANES, p[i]); }
 FL_INLINE vi vi_i8s(const uint8_t *p) { FL_EACH(vi, FL_LANES, (int8_t)p[i]); }
-FL_INLINE vi vi_load(const int32_t *p) { vi a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE vi vi_load(const int32_t *p) {
+    vi a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
 FL_INLINE vi vi_set1(int32_t x) { FL_EACH(vi, FL_LANES, x); }
 FL_INLINE vi vi_add(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] + b.v[i]); }
 FL_INLINE vi vi_sub(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] - b.v[i]); }
 FL_INLINE vi vi_and(vi a, vi b) { FL_EACH(vi, FL_LANES, a.v[i] & b.v[i]); }
 FL_INLINE vi vi_shr(vi a, int n) { FL_EACH(vi, FL_LANES, (int32_t)((uint32_t)a.v[i] >> n)); }
 FL_INLINE vi vi_shl(vi a, int n) { FL_EACH(vi, FL_LANES, (int32_t)((uint32_t)a.v[i] << n)); }
-FL_INLINE vb vb_load(const uint8_t *p) { vb a; memcpy(&a, p, sizeof a); return a; }
+FL_INLINE vb vb_load(const uint8_t *p) {
+    vb a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
 FL_INLINE void vb_store(uint8_t *p, vb a) { memcpy(p, &a, sizeof a); }
 FL_INLINE vb vb_set1(uint8_t x) { FL_EACH(vb, 4 * FL_LANES, x); }
 FL_INLINE vb vb_and(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, a.v[i] & b.v[i]); }
@@ -187,7 +230,11 @@ FL_INLINE vb vb_shr(vb a, int n) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] >>
 FL_INLINE vb vb_shl(vb a, int n) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] << n)); }
 FL_INLINE vb vb_lookup(const int8_t *table16, vb index) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)table16[index.v[i] & 15]); }
 FL_INLINE vb vb_bcast4(const int8_t *p) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)p[i % 4]); }
-FL_INLINE vi vi_of_bytes(vb a) { vi r; memcpy(&r, &a, sizeof r); return r; }
+FL_INLINE vi vi_of_bytes(vb a) {
+    vi r;
+    memcpy(&r, &a, sizeof r);
+    return r;
+}
 FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) {
     for (int i = 0; i < FL_LANES; i++)
         for (int k = 0; k < 4; k++) acc.v[i] += u.v[4 * i + k] * (int8_t)s.v[4 * i + k];

@@ -39,7 +39,8 @@ FL_INLINE f32x8 load_any(const void *p, int64_t i, int half) {
 FL_INLINE const void *at(const void *p, int64_t i, int half) { return (const char *)p + i * (half ? 2 : 4); }
 
 /* s[i][0…count) = q[i] · k for n queries; k [D] rows of `stride` tokens. Writes whole vectors. */
-FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s, int32_t count) {
+FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s,
+                        int32_t count) {
     for (int32_t o = 0; o < count; o += 16) {
         f32x8 a[4], b[4];
         for (int i = 0; i < n; i++) a[i] = b[i] = set8(0.0f);
@@ -64,8 +65,8 @@ FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, 
 }
 
 /* acc[i] += Σ_j p[i][j] · v[j] for tokens [j0, j1), ascending; rows of v and acc are read and written in whole vectors. */
-FL_INLINE void values_n(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half, float *const *acc,
-                        int32_t width) {
+FL_INLINE void values_n(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half,
+                        float *const *acc, int32_t width) {
     for (int32_t c = 0; c < width; c += 16) {
         f32x8 a[4], b[4];
         if (c + 8 < width) {
@@ -90,16 +91,32 @@ FL_INLINE void values_n(int n, const float *const *p, int32_t j0, int32_t j1, co
     }
 }
 
-#define DISPATCH(n, half, CALL)                                                                                                   \
-    switch (n * 2 + half) {                                                                                                       \
-    case 2: CALL(1, 0); break;                                                                                                    \
-    case 3: CALL(1, 1); break;                                                                                                    \
-    case 4: CALL(2, 0); break;                                                                                                    \
-    case 5: CALL(2, 1); break;                                                                                                    \
-    case 6: CALL(3, 0); break;                                                                                                    \
-    case 7: CALL(3, 1); break;                                                                                                    \
-    case 8: CALL(4, 0); break;                                                                                                    \
-    default: CALL(4, 1); break;                                                                                                   \
+#define DISPATCH(n, half, CALL)                                                                                                \
+    switch (n * 2 + half) {                                                                                                    \
+    case 2:                                                                                                                    \
+        CALL(1, 0);                                                                                                            \
+        break;                                                                                                                 \
+    case 3:                                                                                                                    \
+        CALL(1, 1);                                                                                                            \
+        break;                                                                                                                 \
+    case 4:                                                                                                                    \
+        CALL(2, 0);                                                                                                            \
+        break;                                                                                                                 \
+    case 5:                                                                                                                    \
+        CALL(2, 1);                                                                                                            \
+        break;                                                                                                                 \
+    case 6:                                                                                                                    \
+        CALL(3, 0);                                                                                                            \
+        break;                                                                                                                 \
+    case 7:                                                                                                                    \
+        CALL(3, 1);                                                                                                            \
+        break;                                                                                                                 \
+    case 8:                                                                                                                    \
+        CALL(4, 0);                                                                                                            \
+        break;                                                                                                                 \
+    default:                                                                                                                   \
+        CALL(4, 1);                                                                                                            \
+        break;                                                                                                                 \
     }
 
 static void scores(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s, int32_t count) {
@@ -108,15 +125,16 @@ static void scores(int n, const float *const *q, int32_t D, const void *k, int64
 #undef CALL
 }
 
-static void values(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half, float *const *acc, int32_t width) {
+static void values(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half,
+                   float *const *acc, int32_t width) {
 #define CALL(N, H) values_n(N, p, j0, j1, v, ldv, H, acc, width)
     if (j0 < j1) DISPATCH(n, half, CALL)
 #undef CALL
 }
 
 /* One value for up to four queries: the tokens that all of them see together, the rest one by one, each in ascending order. */
-static void values_spans(int n, const float *const *p, const int32_t *from, const int32_t *to, int32_t j0, int32_t j1, const void *v,
-                         int64_t ldv, int half, float *const *acc, int32_t width) {
+static void values_spans(int n, const float *const *p, const int32_t *from, const int32_t *to, int32_t j0, int32_t j1,
+                         const void *v, int64_t ldv, int half, float *const *acc, int32_t width) {
     int32_t lo = j0, hi = j1;
     for (int i = 0; i < n; i++) {
         if (from[i] > lo) lo = from[i];
@@ -185,8 +203,8 @@ void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t s, int64_t row, 
 }
 
 /* Softmax step of one query over its tokens [from, to) of a step: s becomes weights; the running m, l and acc are brought along. */
-static void softmax_step(const fl_attention *a, float *s, int32_t from, int32_t to, float slope, float distance, float *m, float *l,
-                         float *acc, int32_t width) {
+static void softmax_step(const fl_attention *a, float *s, int32_t from, int32_t to, float slope, float distance, float *m,
+                         float *l, float *acc, int32_t width) {
     int32_t v0 = from / 8, v1 = (to + 7) / 8;
     const f32x8 iota = {0, 1, 2, 3, 4, 5, 6, 7};
     f32x8 top = set8(-INFINITY);
@@ -222,8 +240,8 @@ static void softmax_step(const fl_attention *a, float *s, int32_t from, int32_t 
 }
 
 /* Keys [from, to) of a step (from its first token) to f32: kt [Dk][SROW], v [64][width]. */
-static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to, float *kt, float *v,
-                  int32_t value_dim, int32_t width) {
+static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to, float *kt,
+                  float *v, int32_t value_dim, int32_t width) {
     int half = c->dtype == FL_DT_F16;
     int64_t padded = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
     int64_t head_size = c->key_dim * padded + (int64_t)c->value_dim * c->block_size;
@@ -233,7 +251,8 @@ static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_
         const void *k = at(c->p + blocks[block] * c->block_bytes, head * head_size, half);
         if (c->value_dim) {
             for (int32_t d = 0; d < c->key_dim; d++)
-                for (int32_t o = 0; o < count; o += 8) store8(kt + d * SROW + j + o, load_any(k, d * padded + offset + o, half));
+                for (int32_t o = 0; o < count; o += 8)
+                    store8(kt + d * SROW + j + o, load_any(k, d * padded + offset + o, half));
             const void *values = at(k, c->key_dim * padded, half);
             for (int32_t o = 0; o < count; o++)
                 for (int32_t e = 0; e < width; e += 8)
@@ -291,13 +310,15 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                     int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
                     from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), to[i] = (int32_t)(t > 0 ? t : 0);
                     if (from[i] >= to[i]) from[i] = to[i] = 0;
-                    else lo = from[i] < lo ? from[i] : lo, hi = to[i] > hi ? to[i] : hi;
+                    else
+                        lo = from[i] < lo ? from[i] : lo, hi = to[i] > hi ? to[i] : hi;
                 }
                 if (lo >= hi) continue;
                 if (staged) {
                     stage(c, blocks, kv_head, sub, lo, hi, kt, vt, a->value_dim, width);
                     for (int32_t i = 0; i < n; i += 4)
-                        scores(n - i < 4 ? n - i : 4, q + i, c->key_dim, kt + lo / 8 * 8, SROW, 0, sc + i * SROW + lo / 8 * 8, hi - lo / 8 * 8);
+                        scores(n - i < 4 ? n - i : 4, q + i, c->key_dim, kt + lo / 8 * 8, SROW, 0, sc + i * SROW + lo / 8 * 8,
+                               hi - lo / 8 * 8);
                 } else {
                     for (int32_t j = lo; j < hi;) {
                         int64_t block = (sub + j) / c->block_size, offset = (sub + j) % c->block_size;
@@ -312,8 +333,8 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                     if (from[i] < to[i]) {
                         int32_t head = kv_head * group + h0 + i % heads;
                         float distance = (float)(sub - a->positions[row0 + i / heads]);
-                        softmax_step(a, sc + i * SROW, from[i], to[i], a->slopes ? a->slopes[head] : 0.0f, distance, &m[i], &l[i],
-                                     acc + i * width, width);
+                        softmax_step(a, sc + i * SROW, from[i], to[i], a->slopes ? a->slopes[head] : 0.0f, distance, &m[i],
+                                     &l[i], acc + i * width, width);
                     }
                 for (int32_t j = lo; j < hi;) {
                     int64_t block = (sub + j) / c->block_size, offset = (sub + j) % c->block_size;
@@ -322,7 +343,8 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                     int64_t ldv = width;
                     if (!staged) {
                         if (c->block_size - offset < count) count = (int32_t)(c->block_size - offset);
-                        v = at(c->p + blocks[block] * c->block_bytes, kv_head * head_size + c->key_dim * padded + offset * c->value_dim, half);
+                        v = at(c->p + blocks[block] * c->block_bytes,
+                               kv_head * head_size + c->key_dim * padded + offset * c->value_dim, half);
                         ldv = c->value_dim, first = j;
                     }
                     int32_t real = (a->value_dim + 7) / 8 * 8;
@@ -355,12 +377,14 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
             int64_t row = row0 + i / heads;
             int32_t head = kv_head * group + h0 + i % heads;
             if (see[i].lo >= see[i].hi) zero_row(a, row, head);
-            else finish(a, row, head, M[i], L[i], total + i * width);
+            else
+                finish(a, row, head, M[i], L[i], total + i * width);
         }
     }
 }
 
-void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0, int64_t i1) {
+void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
+                          int64_t i1) {
     int half = c->dtype == FL_DT_F16;
     int64_t padded = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
     int64_t head_size = c->key_dim * padded + (int64_t)c->value_dim * c->block_size;

@@ -29,28 +29,31 @@ void FL_NAME(fl_embed)(const int32_t *ids, const fl_view *table, const fl_view *
 }
 
 /* y = op(x, other) over columns [c0, c1) of rows, where `other` is a row of the same width, or one value. */
-#define BINARY(name, OP)                                                                                                          \
-    FL_INLINE void name##_row(const float *x, const float *y, float one, float *out, int32_t n) {                                 \
-        int32_t c = 0;                                                                                                            \
-        for (; c + 8 <= n; c += 8) store8(out + c, load8(x + c) OP(y ? load8(y + c) : set8(one)));                               \
-        for (; c < n; c++) out[c] = x[c] OP(y ? y[c] : one);                                                                     \
-    }                                                                                                                             \
-    void FL_NAME(fl_##name)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1) {      \
-        for (int64_t i = i0; i < i1; i++)                                                                                         \
-            for (int32_t j = 0; j < x->d1; j++) {                                                                                 \
-                const float *px = row_of(x, i, j);                                                                                \
-                float *po = row_of(out, i, j);                                                                                    \
-                if (shape == FL_Y_FULL) name##_row(px, row_of(y, i, j), 0.0f, po, x->d2);                                         \
-                else if (shape == FL_Y_COLUMNS) name##_row(px, (const float *)y->p, 0.0f, po, x->d2);                             \
-                else name##_row(px, NULL, ((const float *)y->p)[shape == FL_Y_ROWS ? i * y->s0 : 0], po, x->d2);                  \
-            }                                                                                                                     \
+#define BINARY(name, OP)                                                                                                       \
+    FL_INLINE void name##_row(const float *x, const float *y, float one, float *out, int32_t n) {                              \
+        int32_t c = 0;                                                                                                         \
+        for (; c + 8 <= n; c += 8) store8(out + c, load8(x + c) OP(y ? load8(y + c) : set8(one)));                             \
+        for (; c < n; c++) out[c] = x[c] OP(y ? y[c] : one);                                                                   \
+    }                                                                                                                          \
+    void FL_NAME(fl_##name)(const fl_view *x, const fl_view *y, int32_t shape, const fl_view *out, int64_t i0, int64_t i1) {   \
+        for (int64_t i = i0; i < i1; i++)                                                                                      \
+            for (int32_t j = 0; j < x->d1; j++) {                                                                              \
+                const float *px = row_of(x, i, j);                                                                             \
+                float *po = row_of(out, i, j);                                                                                 \
+                if (shape == FL_Y_FULL) name##_row(px, row_of(y, i, j), 0.0f, po, x->d2);                                      \
+                else if (shape == FL_Y_COLUMNS)                                                                                \
+                    name##_row(px, (const float *)y->p, 0.0f, po, x->d2);                                                      \
+                else                                                                                                           \
+                    name##_row(px, NULL, ((const float *)y->p)[shape == FL_Y_ROWS ? i * y->s0 : 0], po, x->d2);                \
+            }                                                                                                                  \
     }
 BINARY(add, +)
 BINARY(mul, *)
 
 FL_INLINE f32x8 activate(int32_t kind, f32x8 z) {
     switch (kind) {
-    case FL_ACT_SILU: return z * sigmoid8(z);
+    case FL_ACT_SILU:
+        return z * sigmoid8(z);
     case FL_ACT_GELU: { /* z·Φ(z) = z·½erfc(−z/√2), in f64: the tail is a difference of nearly equal numbers otherwise */
         f32x8 y;
         for (int i = 0; i < 8; i++) y[i] = (float)(0.5 * (double)z[i] * erfc(-(double)z[i] * 0.70710678118654752440));
@@ -60,10 +63,14 @@ FL_INLINE f32x8 activate(int32_t kind, f32x8 z) {
         f32x8 t = z * (0.7978845608028654f + 0.7978845608028654f * 0.044715f * (z * z));
         return z * sigmoid8(t + t);
     }
-    case FL_ACT_SIGMOID: return sigmoid8(z);
-    case FL_ACT_TANH: return tanh8(z);
-    case FL_ACT_RELU: return select8(z <= 0.0f, set8(0.0f), z);
-    default: return z;
+    case FL_ACT_SIGMOID:
+        return sigmoid8(z);
+    case FL_ACT_TANH:
+        return tanh8(z);
+    case FL_ACT_RELU:
+        return select8(z <= 0.0f, set8(0.0f), z);
+    default:
+        return z;
     }
 }
 
@@ -80,8 +87,8 @@ FL_INLINE f32x8 gated(int32_t kind, f32x8 g, f32x8 u, int with_up) {
     return with_up ? y * u : y;
 }
 
-FL_INLINE void act_rows(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1, int32_t c0,
-                        int32_t c1) {
+FL_INLINE void act_rows(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1,
+                        int32_t c0, int32_t c1) {
     f32x8 none = set8(1.0f);
     for (int64_t i = i0; i < i1; i++)
         for (int32_t j = 0; j < gate->d1; j++) {
@@ -96,16 +103,30 @@ FL_INLINE void act_rows(int32_t kind, const fl_view *gate, const fl_view *up, co
         }
 }
 
-void FL_NAME(fl_act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1, int32_t c0,
-                         int32_t c1) {
+void FL_NAME(fl_act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1,
+                         int32_t c0, int32_t c1) {
     switch (kind) { /* a constant kind in each call, so that the choice is made outside the loop */
-    case FL_ACT_SILU: act_rows(FL_ACT_SILU, gate, up, out, i0, i1, c0, c1); break;
-    case FL_ACT_GELU: act_rows(FL_ACT_GELU, gate, up, out, i0, i1, c0, c1); break;
-    case FL_ACT_GELU_TANH: act_rows(FL_ACT_GELU_TANH, gate, up, out, i0, i1, c0, c1); break;
-    case FL_ACT_SIGMOID: act_rows(FL_ACT_SIGMOID, gate, up, out, i0, i1, c0, c1); break;
-    case FL_ACT_TANH: act_rows(FL_ACT_TANH, gate, up, out, i0, i1, c0, c1); break;
-    case FL_ACT_RELU: act_rows(FL_ACT_RELU, gate, up, out, i0, i1, c0, c1); break;
-    default: act_rows(FL_ACT_SWIGLU_OAI, gate, up, out, i0, i1, c0, c1); break;
+    case FL_ACT_SILU:
+        act_rows(FL_ACT_SILU, gate, up, out, i0, i1, c0, c1);
+        break;
+    case FL_ACT_GELU:
+        act_rows(FL_ACT_GELU, gate, up, out, i0, i1, c0, c1);
+        break;
+    case FL_ACT_GELU_TANH:
+        act_rows(FL_ACT_GELU_TANH, gate, up, out, i0, i1, c0, c1);
+        break;
+    case FL_ACT_SIGMOID:
+        act_rows(FL_ACT_SIGMOID, gate, up, out, i0, i1, c0, c1);
+        break;
+    case FL_ACT_TANH:
+        act_rows(FL_ACT_TANH, gate, up, out, i0, i1, c0, c1);
+        break;
+    case FL_ACT_RELU:
+        act_rows(FL_ACT_RELU, gate, up, out, i0, i1, c0, c1);
+        break;
+    default:
+        act_rows(FL_ACT_SWIGLU_OAI, gate, up, out, i0, i1, c0, c1);
+        break;
     }
 }
 
@@ -121,7 +142,8 @@ void FL_NAME(fl_softcap)(const fl_view *x, float cap, const fl_view *out, int64_
         }
 }
 
-void FL_NAME(fl_quantize)(const fl_view *x, int32_t group, const fl_view *codes, const fl_view *scales, int64_t i0, int64_t i1) {
+void FL_NAME(fl_quantize)(const fl_view *x, int32_t group, const fl_view *codes, const fl_view *scales, int64_t i0,
+                          int64_t i1) {
     for (int64_t i = i0; i < i1; i++) {
         const float *p = row_of(x, i, 0);
         int8_t *q = (int8_t *)codes->p + i * codes->s0;
@@ -143,7 +165,8 @@ void FL_NAME(fl_quantize)(const fl_view *x, int32_t group, const fl_view *codes,
     }
 }
 
-void FL_NAME(fl_dequantize)(const fl_view *codes, const fl_view *scales, int32_t group, const fl_view *out, int64_t i0, int64_t i1) {
+void FL_NAME(fl_dequantize)(const fl_view *codes, const fl_view *scales, int32_t group, const fl_view *out, int64_t i0,
+                            int64_t i1) {
     for (int64_t i = i0; i < i1; i++) {
         const int8_t *q = (const int8_t *)codes->p + i * codes->s0;
         const float *s = row_of(scales, i, 0);
@@ -153,7 +176,8 @@ void FL_NAME(fl_dequantize)(const fl_view *codes, const fl_view *scales, int32_t
 }
 
 /* table: per row, r cosines then r sines. style half: pairs (i, i + r); pairs: (2i, 2i + 1). x and out may be the same. */
-void FL_NAME(fl_rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0, int64_t i1) {
+void FL_NAME(fl_rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0,
+                      int64_t i1) {
     for (int64_t i = i0; i < i1; i++) {
         const float *cosine = table + i * 2 * r, *sine = cosine + r;
         for (int32_t h = 0; h < x->d1; h++) {

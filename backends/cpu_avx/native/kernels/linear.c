@@ -16,7 +16,13 @@
 #include "layouts.h"
 #include "simd.h"
 
-enum { VECTORS = FL_STRIP / FL_LANES, VB = 4 * FL_LANES, CHUNK = 256, CHUNK_TILES = CHUNK / FL_TILE_K, CHUNK_GROUPS = CHUNK / 16 };
+enum {
+    VECTORS = FL_STRIP / FL_LANES,
+    VB = 4 * FL_LANES,
+    CHUNK = 256,
+    CHUNK_TILES = CHUNK / FL_TILE_K,
+    CHUNK_GROUPS = CHUNK / 16
+};
 enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DECODE_ROWS = 4, PREFETCH = 3072 };
 
 /* Vector variants: one copy of every kernel per layout and row count, unrolled, so that sums stay in registers. Plain C: one copy of
@@ -160,14 +166,16 @@ FL_INLINE void convert_head(const fl_layout *L, const uint8_t *head, float *dm) 
 }
 
 /* sw and mw of group `half` of a tile, for rows FL_LANES*v...; as fl_scales. dm: from convert_head. */
-PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, const uint8_t *tile, int half, int v, vf *sw, vf *mw) {
+PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, const uint8_t *tile, int half, int v, vf *sw,
+                    vf *mw) {
     const int r = FL_LANES * v;
     const uint8_t *bytes = tile + FL_STRIP * half + r;
     *mw = vf_zero();
     if (L->scale == FL_SCALE_HALF) {
         *sw = vf_halves(head + 2 * r);
         if (L->minimum) *mw = vf_halves(head + 64 + 2 * r);
-    } else if (L->scale == FL_SCALE_BYTES) *sw = vf_mul(vf_load(dm + r), vf_ints(vi_i8s(bytes)));
+    } else if (L->scale == FL_SCALE_BYTES)
+        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_i8s(bytes)));
     else if (L->scale == FL_SCALE_PAIR) {
         *sw = vf_mul(vf_load(dm + r), vf_ints(vi_u8s(bytes)));
         *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_u8s(bytes + FL_STRIP))));
@@ -186,8 +194,8 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
 
 /* sum[r][v] = FL_MAGIC_BITS + sum of (q - zero) * x over one group (STEPS steps from `first`), for R rows and NV vectors from v0.
  * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0; records: those of row 0. */
-PART void group_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half, const int v0,
-                          const int8_t *x, size_t ldx, const fl_group *record, size_t ldr, vi sum[4][4]) {
+PART void group_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
+                     const int v0, const int8_t *x, size_t ldx, const fl_group *record, size_t ldr, vi sum[4][4]) {
     const int steps = L->group / 4, first = half * steps, zero = zero_of(L);
     UNROLL for (int r = 0; r < R; r++) {
         const int32_t *s = record[r * ldr].sum;
@@ -202,7 +210,8 @@ PART void group_sums(const fl_layout *L, const int packed, const int R, const in
             UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v), m[v] = vb_abs(w[v]);
             UNROLL for (int r = 0; r < R; r++) {
                 const vb xs = vb_bcast4(x + r * ldx + 4 * j);
-                UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_add(sum[r][v], vi_pairs16(dot2_u8i8(m[v], vb_sign(xs, w[v]))));
+                UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
+                    vi_add(sum[r][v], vi_pairs16(dot2_u8i8(m[v], vb_sign(xs, w[v]))));
             }
         }
         return;
@@ -221,8 +230,8 @@ PART void group_sums(const fl_layout *L, const int packed, const int R, const in
                 }
             }
         }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_add(sum[r][v], vi_pairs16(part[r][v]));
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
+            vi_add(sum[r][v], vi_pairs16(part[r][v]));
     }
 #else
     UNROLL for (int j = first; j < first + steps; j++) {
@@ -244,7 +253,8 @@ FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
-KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0, int strip1) {
+KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0,
+                   int strip1) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const int NV = R == 1 || VECTORS == 2 ? VECTORS : 2, tiles = L->block / FL_TILE_K, tile_bytes = fl_tile_bytes(L);
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
@@ -254,8 +264,7 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
         const int8_t *x = fl_codes(a, row0);
         const fl_group *record = fl_groups(a, row0);
         vf acc[4][4];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vf_zero();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vf_zero();
         for (int b = 0; b < blocks; b++) {
             const uint8_t *head = p;
             float dm[2 * FL_STRIP];
@@ -263,22 +272,21 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
             p += L->head;
             for (int t = 0; t < tiles; t++, p += tile_bytes, x += FL_TILE_K, record++) {
                 UNROLL for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(p + PREFETCH + i, 0, 3);
-                UNROLL for (int half = 0; half < 32 / L->group; half++)
-                    UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-                        vi sum[4][4];
-                        group_sums(L, 1, R, NV, p, half, v0, x, ldx, record, ldr, sum);
-                        UNROLL for (int v = 0; v < NV; v++) {
-                            vf sw, mw;
-                            scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
-                            const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
-                            UNROLL for (int r = 0; r < R; r++) {
-                                const fl_group *g = record + r * ldr;
-                                vf sumf = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(g->scale), acc[r][v0 + v]);
-                                if (L->minimum) sumf = vf_fma(mw, vf_set1(scaled_sum(L, g, half)), sumf);
-                                acc[r][v0 + v] = sumf;
-                            }
+                UNROLL for (int half = 0; half < 32 / L->group; half++) UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+                    vi sum[4][4];
+                    group_sums(L, 1, R, NV, p, half, v0, x, ldx, record, ldr, sum);
+                    UNROLL for (int v = 0; v < NV; v++) {
+                        vf sw, mw;
+                        scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
+                        const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
+                        UNROLL for (int r = 0; r < R; r++) {
+                            const fl_group *g = record + r * ldr;
+                            vf sumf = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(g->scale), acc[r][v0 + v]);
+                            if (L->minimum) sumf = vf_fma(mw, vf_set1(scaled_sum(L, g, half)), sumf);
+                            acc[r][v0 + v] = sumf;
                         }
                     }
+                }
             }
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -299,15 +307,16 @@ KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const 
     convert_head(L, head, dm);
     for (int t = 0; t < tiles; t++) {
         for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(tile + PREFETCH + i, 0, 3);
-        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++)
-            UNROLL for (int v = 0; v < VECTORS; v++) vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
+        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++)
+            vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
         if (scales)
             for (int half = 0; half < halves; half++)
                 for (int v = 0; v < VECTORS; v++) {
                     vf sw, mw;
                     const int g = t * halves + half, r = FL_LANES * v;
                     scales_of(L, head, dm, tile, half, v, &sw, &mw);
-                    vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))), vf_store(c->mw[g] + r, mw);
+                    vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))),
+                        vf_store(c->mw[g] + r, mw);
                 }
         tile += tile_bytes;
         if (L->block == 32) head = tile, tile += L->head;
@@ -316,14 +325,13 @@ KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const 
 
 /* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. */
 KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scratch_space *c, const int8_t *x, size_t ldx,
-                              const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
+                           const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
     enum { NV = 2 };
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
         vf sums[4][NV];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = vf_load(acc[r] + FL_LANES * (v0 + v));
-        for (int t = 0; t < tiles; t++)
-            UNROLL for (int half = 0; half < 32 / L->group; half++) {
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
+            vf_load(acc[r] + FL_LANES * (v0 + v));
+        for (int t = 0; t < tiles; t++) UNROLL for (int half = 0; half < 32 / L->group; half++) {
                 const int g = t * (32 / L->group) + half;
                 vi sum[4][4];
                 group_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, record + t, ldr, sum);
@@ -337,8 +345,8 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scr
                     }
                 }
             }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < NV; v++) vf_store(acc[r] + FL_LANES * (v0 + v), sums[r][v]);
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++)
+            vf_store(acc[r] + FL_LANES * (v0 + v), sums[r][v]);
     }
 }
 
@@ -348,7 +356,8 @@ static int rows_per_block(size_t row_bytes) {
     return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
 }
 
-KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) {
+KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,
+                    scratch_space *c) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K), block = fl_block_packed(L);
     const int step = rows_per_block(ldx + ldr * sizeof(fl_group));
@@ -364,9 +373,12 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, cons
                     const int8_t *x = fl_codes(a, row0 + r) + k0;
                     const fl_group *record = fl_groups(a, row0 + r) + k0 / 32;
                     if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else if (rows - r == 3) multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else if (rows - r == 2) multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else if (rows - r == 3)
+                        multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else if (rows - r == 2)
+                        multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, c->acc + r);
+                    else
+                        multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, c->acc + r);
                 }
             }
             for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
@@ -381,7 +393,8 @@ FL_INLINE vf plain_of(const int layout, const uint8_t *p) {
 }
 
 /* Blocks of 64 k straight from memory, for R <= 4 rows. */
-KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0, int strip1) {
+KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to,
+                         int strip0, int strip1) {
     enum { MOST = 4 };
     const int size = layout == FL_F32 ? 4 : 2, NV = R <= 2 || VECTORS == 2 ? VECTORS : 2;
     const size_t ldx = fl_float_stride(a->K);
@@ -392,10 +405,10 @@ KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, cons
         for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
             const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
             UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-                const uint8_t *p = w->data + ((size_t)s * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
+                const uint8_t *p =
+                    w->data + ((size_t)s * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
                 vf b[MOST][4];
-                UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
                 for (int k = 0; k < depth; k++, p += size * FL_STRIP) {
                     if (v0 == 0) {
                         __builtin_prefetch(p + PREFETCH, 0, 3);
@@ -406,11 +419,10 @@ KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, cons
                         UNROLL for (int r = 0; r < R; r++) b[r][v] = vf_mac(vf_set1(x[r * ldx + k0 + k]), values, b[r][v]);
                     }
                 }
-                UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int v = 0; v < NV; v++) {
-                        float *sum = acc[r] + FL_LANES * (v0 + v);
-                        vf_store(sum, vf_add(vf_load(sum), b[r][v]));
-                    }
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
+                    float *sum = acc[r] + FL_LANES * (v0 + v);
+                    vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+                }
             }
         }
         UNROLL for (int r = 0; r < R; r++) store_strip(to, row0 + r, s, acc[r]);
@@ -433,31 +445,30 @@ KERNEL void decode_values(const int layout, const uint8_t *strip, int k0, int de
         const uint8_t *tile = head + L->head + (k0 + FL_TILE_K * t) % L->block / FL_TILE_K * fl_tile_bytes(L);
         float dm[2 * FL_STRIP];
         convert_head(L, head, dm);
-        UNROLL for (int half = 0; half < halves; half++)
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                vf sw, mw;
-                scales_of(L, head, dm, tile, half, v, &sw, &mw);
-                UNROLL for (int j = half * L->group / 4; j < (half + 1) * L->group / 4; j++) {
-                    vb q = codes_of(L, tile, j, v); /* unsigned from here, signed layouts too */
-                    if (L->is_signed && FL_WIDEN) q = vb_xor(q, vb_set1(0x80));
-                    UNROLL for (int i = 0; i < 4; i++) {
-                        const vi byte = vi_and(vi_shr(vi_of_bytes(q), 8 * i), vi_set1(255));
-                        vf value = vf_mul(sw, vf_ints(vi_sub(byte, vi_set1(L->is_signed ? 128 : L->zero))));
-                        if (L->minimum) value = vf_add(value, mw);
-                        vf_store(c->values[FL_TILE_K * t + 4 * j + i] + FL_LANES * v, value);
-                    }
+        UNROLL for (int half = 0; half < halves; half++) UNROLL for (int v = 0; v < VECTORS; v++) {
+            vf sw, mw;
+            scales_of(L, head, dm, tile, half, v, &sw, &mw);
+            UNROLL for (int j = half * L->group / 4; j < (half + 1) * L->group / 4; j++) {
+                vb q = codes_of(L, tile, j, v); /* unsigned from here, signed layouts too */
+                if (L->is_signed && FL_WIDEN) q = vb_xor(q, vb_set1(0x80));
+                UNROLL for (int i = 0; i < 4; i++) {
+                    const vi byte = vi_and(vi_shr(vi_of_bytes(q), 8 * i), vi_set1(255));
+                    vf value = vf_mul(sw, vf_ints(vi_sub(byte, vi_set1(L->is_signed ? 128 : L->zero))));
+                    if (L->minimum) value = vf_add(value, mw);
+                    vf_store(c->values[FL_TILE_K * t + 4 * j + i] + FL_LANES * v, value);
                 }
             }
+        }
     }
 }
 
 /* R rows: acc[r] += block of 64 k. */
-KERNEL void multiply_values(const int R, int depth, const scratch_space *c, const float *x, size_t ldx, float (*acc)[FL_STRIP]) {
+KERNEL void multiply_values(const int R, int depth, const scratch_space *c, const float *x, size_t ldx,
+                            float (*acc)[FL_STRIP]) {
     enum { NV = 2 };
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
         vf b[4][NV];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
         for (int k = 0; k < depth; k++) {
             vf values[NV];
             UNROLL for (int v = 0; v < NV; v++) values[v] = vf_load(c->values[k] + FL_LANES * (v0 + v));
@@ -466,15 +477,15 @@ KERNEL void multiply_values(const int R, int depth, const scratch_space *c, cons
                 UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_mac(xs, values[v], b[r][v]);
             }
         }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < NV; v++) {
-                float *sum = acc[r] + FL_LANES * (v0 + v);
-                vf_store(sum, vf_add(vf_load(sum), b[r][v]));
-            }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
+            float *sum = acc[r] + FL_LANES * (v0 + v);
+            vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+        }
     }
 }
 
-KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) {
+KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,
+                           scratch_space *c) {
     const size_t ldx = fl_float_stride(a->K), strip_bytes = fl_strip_bytes(&FL_LAYOUT[layout], w->K);
     const int step = rows_per_block(ldx * 4);
     for (int row0 = 0; row0 < a->rows; row0 += step) {
@@ -487,9 +498,12 @@ KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *
                 for (int r = 0; r < rows; r += 4) {
                     const float *x = fl_floats(a, row0 + r) + k0;
                     if (rows - r >= 4) multiply_values(4, depth, c, x, ldx, c->acc + r);
-                    else if (rows - r == 3) multiply_values(3, depth, c, x, ldx, c->acc + r);
-                    else if (rows - r == 2) multiply_values(2, depth, c, x, ldx, c->acc + r);
-                    else multiply_values(1, depth, c, x, ldx, c->acc + r);
+                    else if (rows - r == 3)
+                        multiply_values(3, depth, c, x, ldx, c->acc + r);
+                    else if (rows - r == 2)
+                        multiply_values(2, depth, c, x, ldx, c->acc + r);
+                    else
+                        multiply_values(1, depth, c, x, ldx, c->acc + r);
                 }
             }
             for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
@@ -508,7 +522,8 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
         for (int k = 0; k < w->K; k++) {
             const uint8_t *value = p + ((size_t)k * FL_STRIP + (size_t)r) * (size_t)L->block_bytes;
             if (layout == FL_F32) memcpy(out + k, value, 4);
-            else out[k] = layout == FL_F16 ? fl_half(fl_u16(value)) : fl_bits_float((uint32_t)fl_u16(value) << 16);
+            else
+                out[k] = layout == FL_F16 ? fl_half(fl_u16(value)) : fl_bits_float((uint32_t)fl_u16(value) << 16);
         }
         return;
     }
@@ -526,25 +541,36 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
         }
 }
 
-#define INT8_LAYOUT(layout) \
-    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) { \
-        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, to, strip0, strip1, c); \
-        else if (a->rows == 1) decode(layout, 1, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 2) decode(layout, 2, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 3) decode(layout, 3, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 4) decode(layout, 4, w, a, 0, to, strip0, strip1); \
-        else prefill(layout, w, a, to, strip0, strip1, c); \
-    } \
+#define INT8_LAYOUT(layout)                                                                                                    \
+    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,                \
+                                scratch_space *c) {                                                                            \
+        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, to, strip0, strip1, c);                                       \
+        else if (a->rows == 1)                                                                                                 \
+            decode(layout, 1, w, a, 0, to, strip0, strip1);                                                                    \
+        else if (a->rows == 2)                                                                                                 \
+            decode(layout, 2, w, a, 0, to, strip0, strip1);                                                                    \
+        else if (a->rows == 3)                                                                                                 \
+            decode(layout, 3, w, a, 0, to, strip0, strip1);                                                                    \
+        else if (a->rows == 4)                                                                                                 \
+            decode(layout, 4, w, a, 0, to, strip0, strip1);                                                                    \
+        else                                                                                                                   \
+            prefill(layout, w, a, to, strip0, strip1, c);                                                                      \
+    }                                                                                                                          \
     static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
 
-#define PLAIN_LAYOUT(layout) \
-    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1, scratch_space *c) { \
-        if (a->rows == 1) stream_plain(layout, 1, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 2) stream_plain(layout, 2, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 3) stream_plain(layout, 3, w, a, 0, to, strip0, strip1); \
-        else if (a->rows == 4) stream_plain(layout, 4, w, a, 0, to, strip0, strip1); \
-        else prefill_values(layout, w, a, to, strip0, strip1, c); \
-    } \
+#define PLAIN_LAYOUT(layout)                                                                                                   \
+    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,                \
+                                scratch_space *c) {                                                                            \
+        if (a->rows == 1) stream_plain(layout, 1, w, a, 0, to, strip0, strip1);                                                \
+        else if (a->rows == 2)                                                                                                 \
+            stream_plain(layout, 2, w, a, 0, to, strip0, strip1);                                                              \
+        else if (a->rows == 3)                                                                                                 \
+            stream_plain(layout, 3, w, a, 0, to, strip0, strip1);                                                              \
+        else if (a->rows == 4)                                                                                                 \
+            stream_plain(layout, 4, w, a, 0, to, strip0, strip1);                                                              \
+        else                                                                                                                   \
+            prefill_values(layout, w, a, to, strip0, strip1, c);                                                               \
+    }                                                                                                                          \
     static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
 
 INT8_LAYOUT(FL_Q4_0)
@@ -564,15 +590,16 @@ PLAIN_LAYOUT(FL_F32)
 PLAIN_LAYOUT(FL_F16)
 PLAIN_LAYOUT(FL_BF16)
 
-#define EVERY_LAYOUT(f) \
-    { f##FL_Q4_0, f##FL_Q4_1, f##FL_Q5_0, f##FL_Q5_1, f##FL_Q8_0, f##FL_Q2_K, f##FL_Q3_K, f##FL_Q4_K, f##FL_Q5_K, f##FL_Q6_K, \
-      f##FL_IQ4_NL, f##FL_IQ4_XS, f##FL_MXFP4, f##FL_F32, f##FL_F16, f##FL_BF16 }
+#define EVERY_LAYOUT(f)                                                                                                        \
+    {f##FL_Q4_0, f##FL_Q4_1, f##FL_Q5_0,   f##FL_Q5_1,   f##FL_Q8_0,  f##FL_Q2_K, f##FL_Q3_K, f##FL_Q4_K,                      \
+     f##FL_Q5_K, f##FL_Q6_K, f##FL_IQ4_NL, f##FL_IQ4_XS, f##FL_MXFP4, f##FL_F32,  f##FL_F16,  f##FL_BF16}
 
-static void (*const linears[FL_LAYOUTS])(const fl_weight *, const fl_acts *, const target *, int, int, scratch_space *) = EVERY_LAYOUT(linear_);
+static void (*const linears[FL_LAYOUTS])(const fl_weight *, const fl_acts *, const target *, int, int,
+                                         scratch_space *) = EVERY_LAYOUT(linear_);
 static void (*const unpackers[FL_LAYOUTS])(const fl_weight *, int64_t, float *) = EVERY_LAYOUT(unpack_);
 
-static void linear(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1, int accumulate,
-                   void *scratch) {
+static void linear(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1,
+                   int accumulate, void *scratch) {
     const target to = {bias, y, ldy, w->N, accumulate};
     if (a->rows > 0 && strip0 < strip1) linears[w->layout](w, a, &to, strip0, strip1, scratch);
 }
