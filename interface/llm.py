@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .core.errors import ContextOverflow, FastLLMError, InvalidRequest, TemplateError, UsageError
+from .core.errors import ContextOverflow, FastLLMError, InvalidRequest, QueueFull, TemplateError, UsageError
 from .core.request import Request, RequestHandle, Timings, TokenLogprobs
 from .core.sampling import SamplingParams, stream_id
 from .loading import DEFAULT_MODEL, LoadedModel, LoadOptions, load_model
@@ -79,8 +80,12 @@ class Answer:
                     break
         finally:
             if not self._handle.done:
-                self._handle.cancel(self._index)
+                self.cancel()
         self.settle()
+
+    def cancel(self) -> None:
+        """Ends the answer early. No effect on one that has ended."""
+        self._handle.cancel(self._index)
 
     def settle(self) -> None:
         """Puts the final timings into the completion, once the whole request has ended (with one choice, that is now)."""
@@ -133,8 +138,9 @@ class Answer:
 
     def result(self) -> Completion:
         """Waits for the end."""
-        for _ in self:
-            pass
+        if self.completion is None:
+            for _ in self:
+                pass
         if self.completion is None:
             raise self._handle.cancelled()
         return self.completion
@@ -148,11 +154,11 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Any):
         try:
-            self._options = LoadOptions(**options)
+            chosen = LoadOptions(**options)
         except TypeError as error:
             known = ", ".join(LoadOptions.__dataclass_fields__)
             raise UsageError(f"LLM: {str(error).partition('__init__() ')[2] or error}", fix=f"options: {known}") from None
-        self.loaded: LoadedModel = load_model(model, self._options)
+        self.loaded: LoadedModel = load_model(model, chosen)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> LLM:
@@ -172,11 +178,14 @@ class LLM:
         """Token ids of a prompt, BOS included where the model wants it; ids are checked and passed through."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
-        ids = list(prompt)
         size = self.loaded.planned.definition.vocab_size
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size:
-                raise InvalidRequest(f"prompt holds {i!r}; token ids are integers from 0 to {size - 1:,}")
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequest(f"a prompt is {prompt!r:.40}; it must be a text, or a list of token ids")
+        ids = []
+        for i in prompt:
+            if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= int(i) < size:
+                raise InvalidRequest(f"prompt holds {i!r:.40}; token ids are integers from 0 to {size - 1:,}")
+            ids.append(int(i))
         return ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, **kwargs: Any) -> list[int]:
@@ -201,10 +210,21 @@ class LLM:
     ) -> list[Completion]:
         """Continues every prompt: one completion per prompt (per choice, with `n`), in order. A string or a list of ids is one
         prompt."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         batch: list[Any] = [prompts] if single else list(prompts)
-        answers = self._submit([self.encode(p) for p in batch], params)
+        answers: list[list[Answer]] = []
         try:
+            drained = 0
+            for request in self._requests([self.encode(p) for p in batch], params):
+                while True:
+                    try:
+                        answers.append(self._submit(request))
+                        break
+                    except QueueFull:  # more prompts than the queue holds: the oldest of this call makes room
+                        if drained == len(answers):
+                            raise
+                        _drain(answers[drained])
+                        drained += 1
             return [answer.result() for group in answers for answer in _drain(group)]
         except BaseException:
             for group in answers:
@@ -213,7 +233,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer:
         """Continues one prompt, piece by piece."""
-        return self._submit([self.encode(prompt)], params)[0][0]
+        return self._submit(self._requests([self.encode(prompt)], params)[0])[0]
 
     @overload
     def chat(
@@ -228,40 +248,36 @@ class LLM:
     ) -> Completion | Answer:
         """Answers a conversation (list of {"role", "content"}); stream=True gives the pieces as they come. kwargs go to the
         template."""
-        answer = self._submit([self.render(messages, **kwargs)], params)[0][0]
+        answer = self._submit(self._requests([self.render(messages, **kwargs)], params)[0])[0]
         return answer if stream else answer.result()
 
-    def _submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[Answer]]:
+    def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        """Checked requests, before any of them is submitted."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters; give one, or one per prompt")
-        end_ids = frozenset(self.tokenizer.end_ids)
+        context, end_ids = self.loaded.context, sorted(set(self.tokenizer.end_ids))
         requests = []
         for number, (ids, given) in enumerate(zip(prompts, each, strict=True)):
-            merged = (given or SamplingParams()).merged_with(self.loaded.defaults)
             if not ids:
-                raise InvalidRequest("the prompt is empty: there is no token to continue from")
-            if len(ids) >= self.loaded.context:
+                raise InvalidRequest("the prompt is empty: there is no token to continue from", fix="give at least one character")
+            if len(ids) >= context:
+                larger = ", or start with a larger --ctx" if context < self.loaded.planned.definition.max_position else ""
                 raise ContextOverflow(
-                    f"the prompt has {len(ids):,} tokens; the context of {self.loaded.context:,} leaves no room for a new one",
-                    fix="shorten the prompt"
-                    + ("" if self.loaded.context >= self.loaded.planned.definition.max_position else ", or start with a larger --ctx"),
+                    f"the prompt has {len(ids):,} tokens; the context of {context:,} leaves no room for a new one",
+                    fix=f"shorten the prompt{larger}",
                     n_prompt_tokens=len(ids),
-                    n_ctx=self.loaded.context,
+                    n_ctx=context,
                 )
-            requests.append((ids, Request(ids, merged, sorted(end_ids), request_id=f"prompt {number + 1}", stream=stream_id(number, 0))))
-        answers = []
-        try:
-            for ids, request in requests:
-                handle = self.loaded.engine.submit(request)
-                answers.append([Answer(handle, self.tokenizer, ids, end_ids, i) for i in range(handle.params.n or 1)])
-        except BaseException:
-            for group in answers:
-                group[0]._handle.cancel()
-            raise
-        return answers
+            merged = (given or SamplingParams()).merged_with(self.loaded.defaults)
+            requests.append(Request(ids, merged, end_ids, request_id=f"prompt {number + 1}", stream=stream_id(number, 0)))
+        return requests
+
+    def _submit(self, request: Request) -> list[Answer]:
+        """Hands a request to the engine: an answer per choice."""
+        handle = self.loaded.engine.submit(request)
+        ids, end_ids = list(request.prompt_ids), frozenset(request.end_ids)
+        return [Answer(handle, self.tokenizer, ids, end_ids, i) for i in range(handle.params.n or 1)]
 
     def close(self) -> None:
         """Stops the engine and frees memory; may be called twice."""
@@ -275,8 +291,10 @@ class LLM:
 
 
 def _drain(group: list[Answer]) -> list[Answer]:
-    """Feeds all choices of one request from its one stream of events."""
-    if len(group) > 1:
+    """Feeds all choices of one request from its one stream of events; may be called twice."""
+    if len(group) == 1:
+        group[0].result()
+    elif any(answer.completion is None for answer in group):
         for event in group[0]._handle:
             group[event.index].feed(event)
         for answer in group:

@@ -8,17 +8,19 @@ planned first: a context that does not fit is refused with the sum, never reduce
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING
 
 from .core.cgroup import available_memory
-from .core.errors import OutOfMemory, TokenizerError, UsageError
-from .core.graph import KVSpec
-from .core.placement import Placement
+from .core.errors import InvalidRequest, ModelFileError, OutOfMemory, TokenizerError, UsageError
+from .core.graph import KVSpec, SlotSpec
+from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
 
 if TYPE_CHECKING:
@@ -90,6 +92,14 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 8):
                 raise UsageError(f"{name} is {value!r}; it must be at least 8 tokens", fix=f"--{name.replace('_', '-')} 4096")
+        if self.fallback not in (None, *FALLBACK_POLICIES):
+            raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
+        kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
+        kinds |= {"prefix_cache": (bool,), "strict": (bool,), "plugin_paths": (list, tuple)}
+        for name, allowed in kinds.items():
+            if not isinstance(getattr(self, name), allowed):
+                expected = " or ".join({NoneType: "None", Mapping: "dict"}.get(t, t.__name__) for t in allowed)
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {expected}", fix=f"leave {name} out, or give another value")
 
 
 @dataclass
@@ -106,12 +116,13 @@ class ModelPlan:
     context: int
     options: LoadOptions
     available_bytes: int | None
+    closed: bool = False
 
     def close(self) -> None:
-        """Closes backends and files."""
-        for backend in self.backends.values():
-            backend.close()
-        self.files.close()
+        """Closes backends and files, the rest also if one fails; may be called twice."""
+        if not self.closed:
+            self.closed = True
+            close_all(*(backend.close for backend in self.backends.values()), self.files.close)
 
 
 @dataclass
@@ -147,8 +158,14 @@ class LoadedModel:
 
     def close(self) -> None:
         """Stops the engine, then frees memory and files; may be called twice."""
-        self.engine.close()
-        self.planned.close()
+        close_all(self.engine.close, self.planned.close)
+
+
+def close_all(*calls: Callable[[], None]) -> None:
+    """Calls each in order, the later ones also if one raises."""
+    with contextlib.ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)
 
 
 def open_files(model: str | os.PathLike[str], options: LoadOptions) -> ModelFiles:
@@ -156,6 +173,8 @@ def open_files(model: str | os.PathLike[str], options: LoadOptions) -> ModelFile
     from .formats import open_model
     from .formats.sources import resolve
 
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(f"the model is {model!r}; it must be a name or a path", fix="name a .gguf file, a folder or a model")
     path = resolve(
         os.fspath(model),
         offline=options.offline,
@@ -174,6 +193,8 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     options.check()
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
     selection = registry.select(options.backend)
+    for line in registry.messages:
+        options.message(line)
     files = open_files(model, options)
     backends: dict[str, Backend] = {}
     try:
@@ -185,18 +206,18 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
                 fix=f"--ctx {definition.max_position}",
             )
         chosen = dict(options.backend_options)
-        if options.threads:
+        if options.threads and "threads" in selection.spec.options:
             chosen["threads"] = str(options.threads)
+        elif options.threads:
+            _note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
         backends[selection.name] = registry.open(selection, chosen)
         if selection.name != "ref":
             backends["ref"] = registry.open(registry.select("ref"), {})
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
-        _report(plan, definition, files, registry, fallback, options)
+        _report(plan, definition, files, fallback, options)
     except BaseException:
-        for backend in backends.values():
-            backend.close()
-        files.close()
+        close_all(*(backend.close for backend in backends.values()), files.close)
         raise
     return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available)
 
@@ -249,15 +270,17 @@ def _mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 
-def _report(
-    plan: Plan, definition: ModelDef, files: ModelFiles, registry: BackendRegistry, fallback: str, options: LoadOptions
-) -> None:
-    """The lines that must be visible: notes of the files and the family, the registry's messages, ops that leave their device."""
-    notes = [*files.notes, *definition.notes]
-    for line in (*registry.messages, *notes):
-        options.message(line)
-    if options.strict and notes:
-        raise UsageError(f"--strict: {notes[0]}", who=str(files.path), fix="run without --strict to accept this")
+def _note(line: str, options: LoadOptions, who: str) -> None:
+    """Tells that something is done differently from what was asked; with `strict`, refuses it."""
+    if options.strict:
+        raise UsageError(f"--strict: {line}", who=who, fix="run without --strict to accept this")
+    options.message(line)
+
+
+def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, options: LoadOptions) -> None:
+    """The lines that must be visible: notes of the files and the family, ops that leave their device."""
+    for line in (*files.notes, *definition.notes):
+        _note(line, options, str(files.path))
     left = plan.fallbacks
     if left and fallback == "allow":
         options.message(f"{len(left)} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
@@ -279,31 +302,29 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
     options = options or LoadOptions()
     start = time.perf_counter()
     planned = plan_model(model, options)
+    files = planned.files
     try:
-        tokenizer, template = _open_text(planned.files, planned.context)
+        tokenizer, template = _open_text(files, planned.context)
         if tokenizer.vocab_size > planned.definition.vocab_size:
             raise TokenizerError(
                 f"the tokenizer has {tokenizer.vocab_size:,} entries, the model's embedding {planned.definition.vocab_size:,} rows",
-                who=str(planned.files.path),
+                who=str(files.path),
                 fix="tokenizer and weights do not belong together; download the model again",
             )
-        executor = Executor(
-            planned.plan,
-            planned.definition.weights,
-            planned.files.tensors,
-            planned.backends,
-            lambda done, total, name: options.progress("load", done, total),
-        )
+        defaults = _generation_defaults(files)
+        files.check_unchanged()
+        report: Callable[[int, int, str], None] = lambda done, total, name: options.progress("load", done, total)  # noqa: E731
+        executor = Executor(planned.plan, planned.definition.weights, files.tensors, planned.backends, report)
     except BaseException:
         planned.close()
         raise
     try:
-        engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context)
+        files.check_unchanged()  # what was read while somebody wrote is not the model
+        stateful = any(isinstance(value.spec, SlotSpec) for value in planned.plan.graph.values.values())
+        engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context, stateful=stateful)
     except BaseException:
-        executor.close()
-        planned.close()
+        close_all(executor.close, planned.close)
         raise
-    defaults = _generation_defaults(planned.files.generation_config)
     return LoadedModel(planned, engine, tokenizer, template, defaults, time.perf_counter() - start)
 
 
@@ -314,7 +335,8 @@ def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate
 
     source = files.tokenizer
     if source is None:
-        raise TokenizerError("the model has no tokenizer", who=str(files.path), fix="add tokenizer.json to the folder")
+        fix = "add tokenizer.json to the folder" if files.kind == "huggingface" else "convert the model again, with its tokenizer"
+        raise TokenizerError("the model has no tokenizer", who=str(files.path), fix=fix)
     if source.kind == "gguf":
         tokenizer = Tokenizer.from_gguf(source.gguf, cache_dir=tokenizer_cache())
     elif source.kind == "tokenizer.json":
@@ -331,12 +353,20 @@ def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate
     return tokenizer, template
 
 
-def _generation_defaults(config: Mapping[str, Any]) -> SamplingParams:
-    """Built-in defaults, then the model's generation_config."""
+def _generation_defaults(files: ModelFiles) -> SamplingParams:
+    """Built-in defaults, then the model's generation_config. Raises ModelFileError for a value out of its range."""
     from .core.sampling import SamplingParams
 
-    known = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
-    values = {k: t(config[k]) for k, t in known.items() if isinstance(config.get(k), int | float) and not isinstance(config[k], bool)}
+    config = files.generation_config
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: config[name] for name in known if config.get(name) is not None}
+    if isinstance(values.get("top_k"), float) and values["top_k"].is_integer():
+        values["top_k"] = int(values["top_k"])
     if config.get("do_sample") is False:
         values["temperature"] = 0.0
-    return SamplingParams(**{"temperature": 0.7, "top_k": 40, "top_p": 0.95, **values})
+    defaults = SamplingParams(**{"temperature": 0.7, "top_k": 40, "top_p": 0.95, **values})
+    try:
+        defaults.validate(1)
+    except InvalidRequest as error:
+        raise ModelFileError(f"generation_config.json: {error.message}", who=str(files.path), fix="correct or remove that key") from None
+    return defaults

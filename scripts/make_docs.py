@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -113,7 +114,7 @@ def pre_tokenizers() -> str:
 
 def commands() -> list[tuple[str, click.Command]]:
     """(`run`, command) … (`backends show`, command) of every command, in the order of the help."""
-    from fastllm.cli.main import cli
+    from fastllm.cli.group import cli
 
     def walk(group: click.Group, path: str) -> Iterable[tuple[str, click.Command]]:
         context = click.Context(group)
@@ -214,7 +215,8 @@ def sampling_params() -> str:
     ranges |= {"max_tokens": "0 and more", "top_k": "-1 and more", "repeat_last_n": "-1 and more", "min_tokens": "0 to max_tokens"}
     ranges |= {"seed": "any 64-bit integer", "stop": f"up to {sampling.MAX_STOPS} strings of 1 to {sampling.MAX_STOP_LENGTH} characters"}
     ranges |= {"stop_token_ids": "token ids", "logit_bias": "token id -> -100 to 100", "ignore_eos": "true, false", "prompt_logprobs": "true, false"}
-    defaults = _generation_defaults({}).merged_with(sampling.BUILT_IN)
+    silent: Any = SimpleNamespace(generation_config={}, path="")  # a model that says nothing
+    defaults = _generation_defaults(silent).merged_with(sampling.BUILT_IN)
     rows = []
     for field in dataclasses.fields(sampling.SamplingParams):
         value = getattr(defaults, field.name)

@@ -7,18 +7,17 @@ it happens.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ..core.errors import ContextOverflow, FastLLMError, InvalidRequest
-from .terminal import stats_line, write_answer
+from ..core.errors import ContextOverflow, FastLLMError, InvalidRequest, UsageError
+from . import signals
+from .terminal import say, stats_line, write_answer
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -50,11 +49,10 @@ class Chat:
         self.llm, self.params, self.system, self.quiet = llm, params, system, quiet
         self.raw = raw or llm.loaded.template is None
         if self.raw and not raw:
-            self._say("this model has no chat template: what you type is continued as it is")
+            say("this model has no chat template: what you type is continued as it is")
         self.messages: list[dict[str, str]] = []
         self.last: Timings | None = None
-        self._session = self._open_session(history)
-        self._commands: dict[str, tuple[str, Callable[[list[str]], bool | None]]] = {
+        self._commands: dict[str, tuple[str, Callable[[str], bool | None]]] = {
             "/help": ("this list", self._help),
             "/clear": ("forget the conversation", self._clear),
             "/system": ("/system TEXT sets the instructions; without TEXT shows them", self._system),
@@ -63,6 +61,7 @@ class Chat:
             "/stats": ("speed and size of the last answer", self._stats),
             "/exit": ("leave (also Ctrl-D)", self._exit),
         }
+        self._session = self._open_session(history)
 
     # input ------------------------------------------------------------------------------------------------------------
 
@@ -74,24 +73,28 @@ class Chat:
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-        store: Any = InMemoryHistory()
-        path = _history_file() if history else None
-        if path is not None:
-            store = FileHistory(str(path))
-        words = WordCompleter([*self._names(), *SETTABLE], sentence=True)
-        return PromptSession(history=store, completer=words, complete_while_typing=False)
+        class SavedHistory(FileHistory):
+            """A history that is no reason to end a chat: what cannot be written is kept in memory."""
 
-    @staticmethod
-    def _names() -> list[str]:
-        return ["/help", "/clear", "/system", "/set", "/regen", "/stats", "/exit"]
+            def store_string(self, string: str) -> None:
+                with contextlib.suppress(OSError):
+                    super().store_string(string)
+
+        path = _history_file() if history else None
+        store: Any = SavedHistory(str(path)) if path is not None else InMemoryHistory()
+        words = WordCompleter([*self._commands, *(f"/set {name}" for name in SETTABLE)], sentence=True)
+        return PromptSession(history=store, completer=words, complete_while_typing=False)
 
     def _read_line(self, prompt: str) -> str:
         if self._session is not None:
             return self._session.prompt(prompt)
-        line = sys.stdin.readline()
-        if not line:
+        data = sys.stdin.buffer.readline()
+        if not data:
             raise EOFError
-        return line.rstrip("\n")
+        try:
+            return data.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"a line of the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
 
     def _read(self) -> str:
         """One message: a line, or everything between two lines of triple quotes; a backslash at the end continues a line."""
@@ -109,7 +112,7 @@ class Chat:
     def run(self, first: str | None = None) -> int:
         """Reads and answers until the user leaves."""
         if not self.quiet:
-            self._say(f"{self.llm.loaded.name} · context {self.llm.loaded.context} · /help lists commands, Ctrl-D leaves")
+            say(f"{self.llm.loaded.name} · context {self.llm.loaded.context} · /help lists commands, Ctrl-D leaves")
         asked_to_leave = False
         text = first
         while True:
@@ -123,129 +126,133 @@ class Chat:
                 return 0
             except KeyboardInterrupt:
                 if asked_to_leave or self._session is None:
-                    return 130
-                asked_to_leave = True
-                self._say("Ctrl-C again, or Ctrl-D, leaves")
+                    return signals.INTERRUPTED
+                signals.forget()
+                if not self._session.default_buffer.text:  # else it only took back what was typed
+                    asked_to_leave = True
+                    say("Ctrl-C again, or Ctrl-D, leaves")
             except FastLLMError as error:
-                click.echo(error.render(), err=True)
+                say(error.render())
             text = None
 
     def _take(self, text: str) -> bool:
-        """A command or a message; False to leave."""
-        if text.startswith("/"):
+        """A command or a message; False to leave. A text of several lines is a message."""
+        if text.startswith("/") and "\n" not in text:
             name, _, rest = text.partition(" ")
             if name in self._commands:
-                return self._commands[name][1]([rest.strip()] if rest.strip() else []) is not False
-            self._say(f"no command {name}; /help lists them")
+                return self._commands[name][1](rest.strip()) is not False
+            say(f"no command {name}; /help lists them")
             return True
         if text.strip():
-            self.messages.append({"role": "user", "content": text})
-            self._answer()
+            self._answer([*self.messages, {"role": "user", "content": text}])
         return True
 
     # answers ----------------------------------------------------------------------------------------------------------
 
-    def _prompt_ids(self) -> list[int]:
+    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         if self.raw:
-            return self.llm.encode("".join(m["content"] for m in self.messages), parse_special=False)
+            return self.llm.encode("".join(m["content"] for m in messages), parse_special=False)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.llm.render([*system, *self.messages])
+        return self.llm.render([*system, *messages])
 
-    def _answer(self) -> None:
-        """Answers the last message; an error or a stop before the first token takes the message back."""
+    def _answer(self, messages: list[dict[str, str]]) -> None:
+        """Answers the last of `messages`, which become the conversation; an error, or a stop before any text, leaves it as it was."""
         try:
-            answer = self.llm.stream(self._prompt_ids(), self.params)
+            answer = self.llm.stream(self._prompt_ids(messages), self.params)
         except ContextOverflow as error:
-            self.messages.pop()
-            raise ContextOverflow(error.message, fix="/clear starts afresh; or shorten the message, or start with a larger --ctx") from error
-        except FastLLMError:
-            self.messages.pop()
-            raise
+            fix = "/clear starts afresh; or shorten the message, or start with a larger --ctx"
+            raise ContextOverflow(error.message, fix=fix, **error.fields) from error
         parts: list[str] = []
-        pieces = iter(answer)
         try:
-            for piece in pieces:
+            for piece in answer:
                 parts.append(piece.text)
                 write_answer(piece.text)
         except KeyboardInterrupt:
-            pieces.close()  # type: ignore[attr-defined]
-            self._say("\n(stopped)")
-        write_answer("\n")
+            answer.cancel()
+            signals.forget()
+            write_answer("\n")
+            say("(stopped)")
+        else:
+            write_answer("\n")
         done = answer.completion
-        self.messages.append({"role": "assistant", "content": "".join(parts)})
+        if done is not None or "".join(parts):
+            self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
         if done is None:
             return
         self.last = done.timings
         used = done.timings.prompt_tokens + done.timings.decode_tokens
         if not self.quiet:
-            self._say(stats_line(done.timings, self.llm.loaded.context))
+            say(stats_line(done.timings, self.llm.loaded.context))
         if used >= NEARLY_FULL * self.llm.loaded.context:
-            self._say(f"the context is nearly full ({used} of {self.llm.loaded.context} tokens): /clear starts afresh")
-
-    @staticmethod
-    def _say(text: str) -> None:
-        click.echo(text, err=True)
+            say(f"the context is nearly full ({used} of {self.llm.loaded.context} tokens): /clear starts afresh")
 
     # commands ---------------------------------------------------------------------------------------------------------
 
-    def _help(self, args: list[str]) -> None:
+    def _help(self, text: str) -> None:
         width = max(map(len, self._commands))
-        self._lines(f"{name:{width}}  {text}" for name, (text, _) in self._commands.items())
-        self._say('""" on a line of its own starts and ends a message of several lines; \\ at the end of a line continues it')
+        _say_lines(f"{name:{width}}  {about}" for name, (about, _) in self._commands.items())
+        say('""" on a line of its own starts and ends a message of several lines; \\ at the end of a line continues it')
 
-    def _lines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._say(line)
-
-    def _clear(self, args: list[str]) -> None:
+    def _clear(self, text: str) -> None:
         self.messages.clear()
-        self._say("the conversation is forgotten")
+        say("the conversation is forgotten")
 
-    def _system(self, args: list[str]) -> None:
-        if args:
-            self.system = args[0]
-            self._say("set; it counts from the next message on")
+    def _system(self, text: str) -> None:
+        if text and self.raw:
+            raise InvalidRequest("without a chat template there is no place for instructions: --raw, or a model without one")
+        if text:
+            self.system = text
+            say("set; it counts from the next message on")
         else:
-            self._say(self.system or "no system prompt is set")
+            say(self.system or "no system prompt is set")
 
-    def _set(self, args: list[str]) -> None:
-        words = shlex.split(args[0]) if args else []
-        if not words:
-            merged = self.params.merged_with(self.llm.loaded.defaults)
-            self._lines(f"{f.name} = {getattr(merged, f.name)}" for f in fields(merged) if f.name in SETTABLE)
+    def _set(self, text: str) -> None:
+        merged = self.params.merged_with(self.llm.loaded.defaults)
+        if not text:
+            _say_lines(f"{f.name} = {getattr(merged, f.name)}" for f in fields(merged) if f.name in SETTABLE)
             return
-        name, value = words[0].replace("-", "_"), words[1:] and words[1]
+        name, _, value = text.replace("=", " ").partition(" ")
+        name, value = name.replace("-", "_").replace("repeat_penalty", "repetition_penalty"), value.strip()
         if name not in SETTABLE or not value:
-            raise InvalidRequest(f"/set takes NAME VALUE; names: {', '.join(SETTABLE)}")
+            raise InvalidRequest("/set takes NAME VALUE", fix=f"names: {', '.join(SETTABLE)}; the value `default` takes a change back")
         try:
-            changed = replace(self.params, **{name: SETTABLE[name](value)})
+            number = None if value == "default" else SETTABLE[name](value)
         except ValueError:
-            raise InvalidRequest(f"{name} takes {'a whole number' if SETTABLE[name] is int else 'a number'}, not {value!r}") from None
+            raise InvalidRequest(f"{name} takes {'a whole number' if SETTABLE[name] is int else 'a number'}, not '{value}'") from None
+        changed = replace(self.params, **{name: number})
         changed.merged_with(self.llm.loaded.defaults).validate(self.llm.loaded.planned.definition.vocab_size)
         self.params = changed
-        self._say(f"{name} = {value}")
+        say(f"{name} = {value}")
 
-    def _regen(self, args: list[str]) -> None:
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        if not self.messages:
+    def _regen(self, text: str) -> None:
+        asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
+        if not asked:
             raise InvalidRequest("there is nothing to answer again")
-        self._answer()
+        self._answer(asked)
 
-    def _stats(self, args: list[str]) -> None:
-        self._say(stats_line(self.last, self.llm.loaded.context) if self.last else "no answer yet")
+    def _stats(self, text: str) -> None:
+        say(stats_line(self.last, self.llm.loaded.context) if self.last else "no answer yet")
 
-    def _exit(self, args: list[str]) -> bool:
+    def _exit(self, text: str) -> bool:
         return False
+
+
+def _say_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _history_file() -> Path | None:
     """The history, readable by its owner only; None where no folder can be written."""
-    base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):  # the XDG rules: a relative path is invalid and ignored
+        base = os.path.join(os.path.expanduser("~"), ".local", "state")
+    if not os.path.isabs(base):  # no home at all
+        return None
     path = Path(base) / "fastllm" / "history"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NONBLOCK, 0o600))
         path.chmod(0o600)
     except OSError:
         return None

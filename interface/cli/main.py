@@ -1,151 +1,145 @@
-"""The command `fastllm`: a lazy group of commands, and the one place where errors become exit codes.
+"""The command `fastllm`: signals, streams, and the one place where errors become exit codes.
 
-Commands are imported when they are called, so that `fastllm --help` answers at once. `-` and `_` are the same in option names.
-Exit codes: 0, 1 failure, 2 usage, 3 broken plug-in, 4 backend unavailable, 5 unsupported, 130 Ctrl-C, 141 closed pipe.
+Exit codes: 0, 1 failure, 2 usage, 3 broken plug-in, 4 backend unavailable, 5 unsupported, 130 Ctrl-C, 141 closed pipe; SIGTERM and
+SIGHUP end the process as signals. Only the standard library is imported before Ctrl-C is under control.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import sys
-from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import click
+from . import signals
 
-__all__ = ["cli", "main"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-COMMANDS = {
-    "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
-    "download": ("fastllm.cli.download", "Fetch a model into the cache."),
-    "list": ("fastllm.cli.download", "Show the models that are on this machine."),
-    "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
-    "plan": ("fastllm.cli.plan", "Show memory, placement and expected speed before loading."),
-    "doctor": ("fastllm.cli.doctor", "Check this machine: CPU, memory, limits, backends."),
-    "backends": ("fastllm.cli.backends", "List backends and say why one is not ready."),
-}
-"""name -> (module, one line of help): the help of the group is shown without importing any command."""
+    import click
 
-ALIASES = {"chat": "run", "backend": "backends"}
+    from ..core.errors import FastLLMError
 
+__all__ = ["main", "run_command"]
 
-def same_dashes(name: str) -> str:
-    """`_` counts as `-` in option and command names."""
-    return name.replace("_", "-")
-
-
-class LazyGroup(click.Group):
-    """Lists commands from the table above and imports one when it is called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of the table."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported now."""
-        name = ALIASES.get(same_dashes(cmd_name), same_dashes(cmd_name))
-        if name not in COMMANDS:
-            return None
-        command = getattr(import_module(COMMANDS[name][0]), f"{name}_command")
-        return command if isinstance(command, click.Command) else None
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table, without imports."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Unknown commands list close ones."""
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=2, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(COMMANDS)}"
-            raise click.UsageError(f"no command '{name}'; {hint}", ctx)
-        return super().resolve_command(ctx, args)
-
-
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from importlib.metadata import version
-
-        click.echo(f"fastllm {version('fastllm-engine')}")
-        ctx.exit()
-
-
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": same_dashes})
-@click.option("--version", is_flag=True, callback=_print_version, expose_value=False, is_eager=True, help="Show the version.")
-def cli() -> None:
-    """fastllm runs large language models on the hardware you have.
-
-    \b
-    fastllm run                          chat with a small model (fetched on the first run)
-    fastllm run model.gguf --prompt Hi   answer one prompt
-    fastllm COMMAND --help               what a command can do
-    """
+CLOSED_PIPE = 141
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    sys.exit(run_command(sys.argv[1:]))
-
-
-def run_command(args: list[str]) -> int:
-    """Runs a command line; returns its exit code. Errors are one line and a fix on stderr, or JSON on stdout with `--json`."""
-    debug = "--debug" in args
+    """Entry point of the console script and of `python -m fastllm`."""
+    signals.leave_at_once()
+    _open_streams()
     try:
-        result = cli.main(args, prog_name="fastllm", standalone_mode=False)
-        _flush()
+        code = run_command(sys.argv[1:], ready=signals.unwind)
+    except signals.Terminated as end:
+        _drop_streams()
+        signals.die_of(end.number)
+        code = 128 + end.number
+    signals.leave_at_once()
+    sys.exit(code)
+
+
+def run_command(args: list[str], ready: Callable[[], None] = lambda: None) -> int:
+    """Runs a command line; returns its exit code. An error is one line and a fix on stderr, and an object on stdout with `--json`.
+
+    ready: called when what every command needs has been imported.
+    """
+    import click
+
+    from .group import cli
+
+    ready()
+    try:
+        code = _invoke(cli, args)
+        sys.stdout.flush()
+        return code
+    except (KeyboardInterrupt, click.Abort):
+        with contextlib.suppress(OSError):
+            print(file=sys.stderr)  # below the ^C of the terminal
+        return signals.INTERRUPTED
+    except BrokenPipeError:
+        _drop_streams()
+        return CLOSED_PIPE
+    except Exception as error:
+        if signals.interrupted():
+            return signals.INTERRUPTED
+        if "--debug" in args and not isinstance(error, click.ClickException):
+            raise
+        return _report(_as_fastllm_error(error), as_json="--json" in args)
+
+
+def _invoke(cli: click.Group, args: list[str]) -> int:
+    """The exit code of a command; not `cli.main`, which turns a closed pipe into exit code 1."""
+    import click
+
+    if "_FASTLLM_COMPLETE" in os.environ:
+        cli.main(args, prog_name="fastllm")
+    try:
+        with cli.make_context("fastllm", list(args)) as context:
+            result = cli.invoke(context)
         return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
-    except click.ClickException as error:
-        hint = f"\n  fix: {error.ctx.command_path} --help" if isinstance(error, click.UsageError) and error.ctx else ""
-        _complain(f"fastllm: error: {error.format_message()}{hint}")
-        return 2 if isinstance(error, click.UsageError) else 1
-    except click.Abort:
-        return 130
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        _drop_stdout()
-        return 141
-    except Exception as error:
-        from ..core.errors import FastLLMError
-
-        if debug:
-            raise
-        if isinstance(error, FastLLMError):
-            if "--json" in args:
-                import json
-
-                click.echo(json.dumps(error.as_dict(), default=str))
-            _complain(error.render())
-            return error.exit_code
-        if isinstance(error, OSError):
-            where = f" '{error.filename}'" if error.filename else ""
-            _complain(f"fastllm: error: {error.strerror or error}{where}")
-            return 1
-        _complain(
-            f"fastllm: error: internal error: {type(error).__name__}: {error}\n  fix: this is a bug of fastllm; run again with --debug and report it"
-        )
-        return 1
 
 
-def _complain(text: str) -> None:
+def _as_fastllm_error(error: Exception) -> FastLLMError:
+    """What the user is told about an exception that ended a command."""
+    import click
+
+    from ..core import errors
+
+    if isinstance(error, errors.FastLLMError):
+        return error
+    if isinstance(error, click.UsageError):
+        return errors.UsageError(error.format_message(), fix=f"{error.ctx.command_path} --help" if error.ctx else "")
+    if isinstance(error, click.ClickException):
+        return errors.FastLLMError(error.format_message())
+    if isinstance(error, MemoryError):
+        return errors.OutOfMemory("there is not enough memory", fix="close other programs, or use a smaller --ctx or model")
+    if isinstance(error, OSError) and error.filename is None and error.errno in WRITE_ERRORS:
+        return errors.FastLLMError(f"the output cannot be written: {error.strerror}", fix="check where stdout goes")
+    if isinstance(error, OSError):
+        return errors.FastLLMError(f"{error.strerror or error}", who=str(error.filename or ""))
+    text = f"internal error: {type(error).__name__}: {error}"
+    return errors.FastLLMError(text, fix="this is a bug of fastllm; run again with --debug and report it")
+
+
+def _report(error: FastLLMError, *, as_json: bool) -> int:
+    from .terminal import say
+
     try:
-        click.echo(text, err=True)
-    except (BrokenPipeError, OSError):
-        _drop_stdout()
+        say(error.render())
+        if as_json:
+            import json
+
+            print(json.dumps(error.as_dict(), default=str))
+        sys.stdout.flush()
+    except OSError:
+        _drop_streams()
+    return error.exit_code
 
 
-def _flush() -> None:
-    sys.stdout.flush()
+def _open_streams() -> None:
+    """Makes 0, 1 and 2 usable: a closed one is opened on nothing (a model's file must not become stdout), and no character is unprintable."""
+    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+        stream: Any = getattr(sys, name)
+        if stream is None:  # stdout is opened for reading: a write fails, and is reported
+            number_now = os.open(os.devnull, flags)
+            if number_now != number:
+                os.dup2(number_now, number)
+                os.close(number_now)
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "r" if number == 0 else "w", closefd=False), encoding="utf-8"))
+        elif number:
+            stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_stdout() -> None:
+def _drop_streams() -> None:
     """Nobody reads any more: keeps the interpreter from complaining when it flushes at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

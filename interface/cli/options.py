@@ -45,6 +45,8 @@ _sampling = (
     click.option("--top-p", type=click.FloatRange(0, 1), help="Sample among the likeliest that sum to p.  [default: the model's, else 0.95]"),
     click.option("--min-p", type=click.FloatRange(0, 1), help="Leave out what is less likely than this fraction of the likeliest."),
     click.option("--repeat-penalty", type=click.FloatRange(0.01, 10), help="Above 1: less repetition."),
+    click.option("--presence-penalty", type=click.FloatRange(-2, 2), help="Above 0: fewer tokens that were there already."),
+    click.option("--frequency-penalty", type=click.FloatRange(-2, 2), help="Above 0: fewer tokens that were there often."),
     click.option("--seed", type=int, help="Same seed, same answer.  [default: drawn, shown in the statistics]"),
     click.option("--ignore-eos", is_flag=True, help="Go on after the model has ended its answer."),
 )

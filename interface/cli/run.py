@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,72 +43,74 @@ def run_command(model: str | None, **values: Any) -> int:
     cat notes.txt | fastllm run --prompt "Summarise this:" --temperature 0
     fastllm run ./model.gguf --ctx 4096 -i
     """
+    for name, texts in (("prompt", [values["prompt"]]), ("system", [values["system"]]), ("stop", values["stop"])):
+        _check_text(f"--{name}", texts)
     prompt = _prompt(values["prompt"], values["interactive"])
     chat = values["interactive"] or prompt is None
     if chat and values["as_json"]:
         raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
     if values["raw"] and values["system"]:
         raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
-    from ..loading import DEFAULT_MODEL
+    _use_threads(values["threads"])
+    from ..llm import LLM
+    from ..loading import DEFAULT_MODEL, load_model
     from .terminal import Reporter
 
     with Reporter(quiet=values["quiet"]) as reporter:
         options = load_options(values, max_batch_size=1, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
-        _use_threads(values["threads"])
-        from ..llm import LLM
+        llm = LLM.of(load_model(model or DEFAULT_MODEL, options))
+    with llm:
+        if values["system"] and llm.loaded.template is None:
+            raise click.UsageError("this model has no chat template: --system has no place in its prompt")
+        params = _params(values)
+        if chat:
+            from .chat import Chat
 
-        llm = LLM.of(_load(model or DEFAULT_MODEL, options))
-        reporter.stop()
-        with llm:
-            params = _params(values)
-            if chat:
-                from .chat import Chat
-
-                return Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=not values["no_history"]).run(prompt)
-            return _answer(llm, prompt or "", params, values)
-
-
-def _load(model: str, options: Any) -> Any:
-    from ..loading import load_model
-
-    return load_model(model, options)
+            history = not values["no_history"]
+            return Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=history).run(prompt)
+        return _answer(llm, prompt or "", params, values)
 
 
 def _use_threads(threads: int) -> None:
-    """Thread pools of libraries that fastllm does not use for compute must not take the cores."""
-    import os
-
+    """Thread pools of libraries that fastllm does not use for compute must not take the cores. They are read when numpy and
+    tokenizers are imported, so this comes first."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, str(max(1, threads)))
 
 
+def _check_text(name: str, texts: Iterable[str | None]) -> None:
+    """Arguments that are no text in the locale's encoding arrive with surrogates, which no tokenizer takes."""
+    for text in texts:
+        if text is not None and any("\ud800" <= c <= "\udfff" for c in text):
+            raise click.UsageError(f"{name} holds bytes that are not text (UTF-8)")
+
+
 def _prompt(given: str | None, interactive: bool) -> str | None:
     """The prompt: option, pipe, or both joined; None: chat."""
-    piped = None
-    if not interactive and not sys.stdin.isatty():
-        piped = sys.stdin.buffer.read().decode("utf-8", errors="strict") if given is None else _read_pipe()
-    if given is None and piped is not None and not piped.strip():
+    if interactive or sys.stdin.isatty():
+        return given
+    if given is not None and not _is_pipe_or_file():
+        return given
+    data = sys.stdin.buffer.read()
+    try:
+        piped = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    if given is None and not piped.strip():
         raise click.UsageError("there is no prompt: the input is empty; give --prompt TEXT, or -i to chat")
-    if given is not None and piped:
-        return f"{given}\n{piped}"
-    return given if given is not None else piped
+    return "\n".join(part for part in (given, piped) if part)
 
 
-def _read_pipe() -> str:
-    """What is on stdin if somebody writes to it; an open but idle stdin (a service, a test) must not be waited for."""
-    import os
-    import stat
-
+def _is_pipe_or_file() -> bool:
+    """Whether somebody may have put text there: an open but idle stdin (a service, a device) must not be waited for."""
     mode = os.fstat(sys.stdin.fileno()).st_mode
-    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
-        return ""
-    return sys.stdin.buffer.read().decode("utf-8", errors="strict")
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _params(values: dict[str, Any]) -> SamplingParams:
     from ..core.sampling import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
     given = {name: values[name] for name in names if values[name] is not None}
     if values["repeat_penalty"] is not None:
         given["repetition_penalty"] = values["repeat_penalty"]
@@ -114,37 +119,32 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
     """Answers one prompt, streaming, and prints the statistics."""
-    from .terminal import stats_line, write_answer
+    from .terminal import say, stats_line, write_answer
 
     raw = values["raw"] or llm.loaded.template is None
     if raw and not values["raw"] and not values["quiet"]:
-        click.echo("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)", err=True)
-    if raw and values["system"]:
-        raise click.UsageError("this model has no chat template: --system has no place in its prompt")
+        say("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)")
     if raw:
         ids = llm.encode(prompt, parse_special=False)
     else:
         system = [{"role": "system", "content": values["system"]}] if values["system"] else []
         ids = llm.render([*system, {"role": "user", "content": prompt}])
     answer: Answer = llm.stream(ids, params)
+    if values["as_json"]:
+        click.echo(json.dumps(_as_json(llm, answer.result()), ensure_ascii=False))
+        return 0
     try:
         for piece in answer:
-            if not values["as_json"]:
-                write_answer(piece.text)
+            write_answer(piece.text)
     finally:
-        if not values["as_json"] and sys.stdout.isatty():
-            click.echo()
-    done = answer.completion
-    if done is None:
-        return 1
-    if values["as_json"]:
-        click.echo(json.dumps(_as_json(llm, done), ensure_ascii=False))
-        return 0
+        if sys.stdout.isatty():  # also after Ctrl-C or an error: what follows starts on a line of its own
+            write_answer("\n")
+    done = answer.result()
     if not sys.stdout.isatty():
-        click.echo()
+        write_answer("\n")
     if not values["quiet"]:
         seed = done.seed if params.temperature is None or params.temperature > 1e-5 else None
-        click.echo(stats_line(done.timings, llm.loaded.context, seed), err=True)
+        say(stats_line(done.timings, llm.loaded.context, seed))
     return 0
 
 
@@ -155,7 +155,6 @@ def _as_json(llm: LLM, done: Any) -> dict[str, Any]:
         "output_ids": done.output_ids,
         "text": done.text,
         "finish_reason": done.finish_reason,
-        "seed": done.seed,
         "timings": {
             "load_s": round(llm.loaded.load_s, 6),
             "ttft_s": round(t.ttft_s, 6),

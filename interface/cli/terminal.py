@@ -12,14 +12,21 @@ from typing import Any
 
 import click
 
-__all__ = ["Reporter", "escape_controls", "stats_line", "write_answer"]
+__all__ = ["Reporter", "escape_controls", "say", "stats_line", "write_answer"]
 
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(i) not in "\n\t"}
+_REORDERING = {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # text that reads unlike what it is
+_SHOWN = _CONTROLS | _REORDERING
 
 
 def escape_controls(text: str) -> str:
-    """Control characters (but newline and tab) as visible escapes."""
-    return text.translate(_CONTROLS)
+    """Control characters (but newline and tab) and marks that reorder text, as visible escapes."""
+    return text.translate(_SHOWN)
+
+
+def say(text: str) -> None:
+    """A text for the user to stderr, escaped."""
+    click.echo(escape_controls(text), err=True)
 
 
 def write_answer(text: str) -> None:
@@ -74,7 +81,7 @@ class Reporter:
     def message(self, line: str) -> None:
         """One line on stderr."""
         if not self.quiet:
-            click.echo(f"fastllm: {escape_controls(line)}", err=True)
+            say(f"fastllm: {line}")
 
     def licence(self, title: str, text: str) -> None:
         """The terms of a model, before it is fetched the first time."""
@@ -82,7 +89,7 @@ class Reporter:
             self.stop()
             lines = text.strip().splitlines()
             shown = "\n".join(lines[:8] + (["…"] if len(lines) > 8 else []))
-            click.echo(f"fastllm: licence of this model: {title}\n{escape_controls(shown)}", err=True)
+            say(f"fastllm: licence of this model: {title}\n{shown}")
 
     def progress(self, what: str, done: int, total: int | None) -> None:
         """Bytes done of a transfer or a load."""
@@ -115,4 +122,4 @@ class Reporter:
         if tenth > self._printed.get(what, -1):
             self._printed[what] = tenth
             size = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
-            click.echo(f"fastllm: {what}: {size}", err=True)
+            say(f"fastllm: {what}: {size}")

@@ -1,0 +1,83 @@
+"""The group of all commands: a table of names, and one import when a command is called.
+
+`-` and `_` are the same in the names of commands, options and choices. Called by `main`, and by the script that writes the
+reference of the command line.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+__all__ = ["ALIASES", "COMMANDS", "cli"]
+
+COMMANDS = {
+    "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
+    "download": ("fastllm.cli.download", "Fetch a model into the cache."),
+    "list": ("fastllm.cli.download", "Show the models that are on this machine."),
+    "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
+    "plan": ("fastllm.cli.plan", "Show memory, placement and expected speed before loading."),
+    "doctor": ("fastllm.cli.doctor", "Check this machine: CPU, memory, limits, backends."),
+    "backends": ("fastllm.cli.backends", "List backends and say why one is not ready."),
+}
+"""name -> (module, one line of help): the help of the group is shown without importing any command."""
+
+ALIASES = {"chat": "run", "backend": "backends"}
+
+
+def same_dashes(name: str) -> str:
+    """`_` counts as `-` in option and command names."""
+    return name.replace("_", "-")
+
+
+class LazyGroup(click.Group):
+    """Lists commands from the table above and imports one when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported now."""
+        name = ALIASES.get(same_dashes(cmd_name), same_dashes(cmd_name))
+        if name not in COMMANDS:
+            return None
+        command = getattr(import_module(COMMANDS[name][0]), f"{name}_command")
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table, without imports."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Unknown commands list close ones."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=2, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no command '{name}'; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"fastllm {version('fastllm-engine')}")
+        ctx.exit()
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": same_dashes})
+@click.option("--version", is_flag=True, callback=_print_version, expose_value=False, is_eager=True, help="Show the version.")
+def cli() -> None:
+    """fastllm runs large language models on the hardware you have.
+
+    \b
+    fastllm run                          chat with a small model (fetched on the first run)
+    fastllm run model.gguf --prompt Hi   answer one prompt
+    fastllm COMMAND --help               what a command can do
+    """

@@ -1,0 +1,84 @@
+"""Signals of the command line: Ctrl-C at any moment, termination, a terminal that closes.
+
+Until a command runs, Ctrl-C leaves at once: nothing is open and an exception could be lost inside an import. While one runs, Ctrl-C
+is KeyboardInterrupt in the main thread, and SIGTERM and SIGHUP unwind it, so that what is half-written is removed; the process then
+dies of that signal, as its parent expects. What was ignored at the start (nohup, a background job) stays ignored.
+Imports nothing heavy: `main` calls this before anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+__all__ = ["INTERRUPTED", "Terminated", "die_of", "forget", "interrupted", "leave_at_once", "unwind"]
+
+INTERRUPTED = 128 + signal.SIGINT
+_seen: list[int] = []  # signals since the start or since `forget`; a signal handler can only speak through its module
+
+
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP. A SystemExit, which event loops and plug-in guards pass on as they do a KeyboardInterrupt."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _seen.append(number)
+    raise KeyboardInterrupt
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    _seen.append(number)
+    raise Terminated(number)
+
+
+def _set(number: int, handler: Any) -> None:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
+def leave_at_once() -> None:
+    """Ctrl-C ends the process with 130, without an exception."""
+    _set(signal.SIGINT, _leave)
+
+
+def unwind() -> None:
+    """Signals become exceptions in the main thread. One that is lost in a destructor is sent again."""
+    _set(signal.SIGINT, _interrupt)
+    _set(signal.SIGTERM, _terminate)
+    _set(signal.SIGHUP, _terminate)
+    earlier = sys.unraisablehook
+
+    def unraisable(lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt | Terminated):
+            signal.raise_signal(_seen[-1] if _seen else signal.SIGINT)
+        else:
+            earlier(lost)
+
+    sys.unraisablehook = unraisable
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C came since the start or since `forget`: an error after it may be its consequence."""
+    return signal.SIGINT in _seen
+
+
+def forget() -> None:
+    """Ctrl-C was obeyed (the chat stopped its answer); what fails later has other causes."""
+    _seen.clear()
+
+
+def die_of(number: int) -> None:
+    """Ends the process by a signal's default action. Returns only if that action does not end it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
