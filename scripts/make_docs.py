@@ -14,6 +14,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,8 @@ def backend_list() -> str:
     return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in specs])
 
 
+COMMANDS = ("run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show")
+
 PARTS: dict[str, Callable[[], str]] = {
     "families": families,
     "families-short": families_short,
@@ -379,9 +382,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "programs": _fields("StepDims", "CompileEnv"),
     "cpu-options": cpu_options,
     "backend-list": backend_list,
-    **{f"options.{name}": (lambda name=name: command_options(name.replace(".", " "))) for name in (
-        "run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show")},
-}  # fmt: skip
+    **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
+}
 """Name of a part -> the function that makes it."""
 
 
