@@ -49,19 +49,16 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """run(*args, stdin=None) -> exit code, out and err of a command line, in this process."""
+    """run(*args, stdin="") -> exit code, out and err of a command line, in this process."""
     from fastllm.cli.main import run_command
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
-    def call(*args: object, stdin: str | None = None) -> SimpleNamespace:
-        if stdin is not None:
-            path = tmp_path / "stdin"
-            path.write_text(stdin)
-            with path.open() as stream:
-                monkeypatch.setattr(sys, "stdin", stream)
-                code = run_command([str(a) for a in args])
-        else:
+    def call(*args: object, stdin: str = "") -> SimpleNamespace:
+        path = tmp_path / "stdin"
+        path.write_text(stdin)
+        with path.open() as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stream)
             code = run_command([str(a) for a in args])
         captured = capsys.readouterr()
         return SimpleNamespace(code=code, out=captured.out, err=captured.err)
