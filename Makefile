@@ -40,9 +40,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py $(NATIVE)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) install -q --no-build-isolation -e ".[test]"
+	$(BIN)/python scripts/extras.py test | $(PIP) install -q -r /dev/stdin
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -q --no-build-isolation -e ".[test,dev]"
+	$(BIN)/python scripts/extras.py test dev | $(PIP) install -q -r /dev/stdin
 	@touch $@

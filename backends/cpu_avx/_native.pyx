@@ -387,9 +387,8 @@ cdef class Program:
     def profile(self, bint on) -> list:
         """Starts or stops timing; returns (op, node, seconds of the calling thread) of each instruction since the last call."""
         cdef int n
-        times = [
-            (self.program.code[n].op, self.program.code[n].node, self.program.code[n].seconds) for n in range(self.program.n_code)
-        ]
+        code = self.program.code
+        times = [(code[n].op, code[n].node, code[n].seconds) for n in range(self.program.n_code)]
         for n in range(self.program.n_code):
             self.program.code[n].seconds = 0.0
         self.program.profile = on
