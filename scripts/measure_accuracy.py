@@ -90,6 +90,11 @@ def measure(model: Model, reference: dict[str, Any]) -> tuple[str, str, str, str
     return f"{equal} of {count}", f"{clear_equal} of {clear}", f"{found:.4f}", f"{100 * (found / wanted - 1):+.3f} %"
 
 
+def shown(backend: str, options: dict[str, str]) -> str:
+    """A variant as the table names it."""
+    return " ".join([f"`{backend}`", *(f"`{k}={v}`" for k, v in options.items())])
+
+
 def lines() -> Iterable[str]:
     """The table, line by line as it is measured."""
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
@@ -101,8 +106,7 @@ def lines() -> Iterable[str]:
             for backend, options in VARIANTS:
                 model = Model(files, backend, options)
                 try:
-                    shown = " ".join([f"`{backend}`", *(f"`{k}={v}`" for k, v in options.items())])
-                    yield f"| {name} | {shown} | {' | '.join(measure(model, reference[key]))} |"
+                    yield f"| {name} | {shown(backend, options)} | {' | '.join(measure(model, reference[key]))} |"
                 finally:
                     model.close()
 

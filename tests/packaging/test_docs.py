@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -168,25 +169,74 @@ def test_files_and_make_targets_that_are_named_exist(name):
 
 
 LIMITS = {
-    "GGUF: tensors · metadata pairs": ("formats.gguf", "MAX_TENSORS", "MAX_KEYS"),
-    "GGUF: strings and inner arrays in all": ("formats.gguf", "MAX_ITEMS"),
-    "GGUF: length of a tensor's name · of a key": ("formats.gguf", "MAX_TENSOR_NAME_BYTES", "MAX_NAME_BYTES"),
-    "safetensors: header · tensors · dimensions": ("formats.safetensors_file", "MAX_HEADER_BYTES", "MAX_TENSORS", "MAX_RANK"),
-    "`config.json` and its kind": ("formats.model_files", "MAX_CONFIG_BYTES"),
-    "JSON: depth · digits of a number": ("formats.json_text", "MAX_DEPTH", "MAX_DIGITS"),
-    "vocabulary · merges": ("text.vocabulary", "MAX_TOKENS", "MAX_MERGES"),
-    "layers · heads · hidden size · vocabulary rows of a configuration": ("models.keys", "MAX_LAYERS", "MAX_HEADS", "MAX_HIDDEN", "MAX_VOCAB"),
+    "GGUF: tensors · metadata pairs": "formats.gguf.MAX_TENSORS formats.gguf.MAX_KEYS",
+    "GGUF: strings and inner arrays in all": "formats.gguf.MAX_ITEMS",
+    "GGUF: length of a tensor's name · of a key": "formats.gguf.MAX_TENSOR_NAME_BYTES formats.gguf.MAX_NAME_BYTES",
+    "safetensors: header · tensors · dimensions": " ".join(
+        f"formats.safetensors_file.{name}" for name in ("MAX_HEADER_BYTES", "MAX_TENSORS", "MAX_RANK")
+    ),
+    "`config.json` and its kind": "formats.model_files.MAX_CONFIG_BYTES",
+    "`tokenizer.json` · `tokenizer.model`": "text.huggingface.MAX_JSON_BYTES formats.model_files.MAX_TOKENIZER_BYTES",
+    "JSON: depth · digits of a number": "formats.json_text.MAX_DEPTH formats.json_text.MAX_DIGITS",
+    "vocabulary · merges": "text.vocabulary.MAX_TOKENS text.vocabulary.MAX_MERGES",
+    "layers · heads · hidden size · vocabulary rows of a configuration": " ".join(
+        f"models.keys.{name}" for name in ("MAX_LAYERS", "MAX_HEADS", "MAX_HIDDEN", "MAX_VOCAB")
+    ),
 }
+"""Row of the table in docs/robustness.md -> the constants it speaks of."""
 UNITS = {"MB": 1_000_000, "MiB": 1 << 20, "bytes": 1, "": 1}
 
 
 @pytest.mark.parametrize("row", LIMITS)
 def test_documented_limits_are_those_of_the_code(row):
-    module, *names = LIMITS[row]
     cell = re.search(rf"^\| {re.escape(row)} \| (.*?) \|$", read("docs/robustness.md"), re.MULTILINE)[1]
     shown = [re.fullmatch(r"([\d,]+) ?(\w*)", part.strip()).groups() for part in cell.split("·")]
     values = [int(number.replace(",", "")) * UNITS[unit] for number, unit in shown]
-    assert values == [getattr(importlib.import_module(f"fastllm.{module}"), name) for name in names]
+    assert values == [_constant(name) for name in LIMITS[row].split()]
+
+
+def _constant(name: str) -> int:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"fastllm.{module}"), attribute)
+
+
+def test_every_limit_of_the_table_is_checked():
+    part = read("docs/robustness.md").partition("## Files")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| (.*?) \| [\d,]+.* \|$", part, re.MULTILINE)) == set(LIMITS)
+
+
+def test_documented_budgets_are_those_of_the_code():
+    from fastllm import loading
+    from fastllm.core.engine import Engine
+    from fastllm.text import template
+
+    defaults = {p.name: p.default for f in (template.ChatTemplate, Engine) for p in inspect.signature(f).parameters.values()}
+    budgets = [
+        f"{defaults['time_s']:g} s, {defaults['max_steps']:,} steps, {defaults['memory_bytes'] >> 20} MiB",
+        f"(at least {template.MIN_OUTPUT:,})",
+        f"{template.MAX_SOURCE_CHARS:,} characters",
+        f"({defaults['max_queue']} waiting)",
+        f"{loading.MEMORY_SHARE:.0%}".replace("%", " %"),
+        f"less {loading.RESERVE_BYTES >> 20} MiB",
+        f"under {loading.MIN_CONTEXT} tokens",
+    ]
+    text = " ".join(read("docs/robustness.md").split())
+    assert [b for b in budgets if b not in text] == []
+
+
+def test_the_source_distribution_holds_every_kind_of_native_source():
+    rules = dict(re.findall(r"^recursive-include (core|backends) (.*)$", read("MANIFEST.in"), re.MULTILINE))
+    for room, patterns in rules.items():
+        found = {p.suffix for p in (ROOT / room).rglob("*") if p.is_file() and "__pycache__" not in p.parts} - {".so", ".pyd"}
+        assert found <= {pattern.removeprefix("*") for pattern in patterns.split()}, room
+
+
+def test_the_measured_table_has_a_row_for_every_model_and_variant():
+    script = load("scripts/measure_accuracy.py")
+    part = read("docs/numerics.md").partition(script.BEGIN)[2].partition(script.END)[0]
+    rows = re.findall(r"^\| ([\w-]+) \| (.*?) \| .* \|$", part, re.MULTILINE)[1:]
+    variants = ["reference", *(script.shown(*variant) for variant in script.VARIANTS)]
+    assert rows == [(name, variant) for name in script.MODELS for variant in variants]
 
 
 # examples ---------------------------------------------------------------------------------------------------------------
