@@ -115,6 +115,7 @@ extensions = [e for e in extensions if Path(e.sources[0]).exists()]
 setup(
     packages=find_packages(),
     package_dir=PACKAGE_DIR,
+    include_package_data=False,  # the source distribution holds more than the wheel
     package_data={"*": ["py.typed", "*.pxd", "*.pyi", "*.json", "*.toml"]},
     ext_modules=cythonize(extensions, build_dir="build/c", compiler_directives=DIRECTIVES, show_all_warnings=False),
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},

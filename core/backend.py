@@ -302,6 +302,7 @@ class Backend(ABC):
     name: str = ""
     limits: Limits = Limits()
     threads: int = 1  # host threads that its ops run on
+    warning: str = ""  # one line that the user should read after it was opened
 
     @abstractmethod
     def supports(self, q: OpQuery) -> Yes | No:
@@ -385,7 +386,7 @@ def check_alloc(nbytes: int, kind: str, limits: Limits, free: int | None) -> Non
     if free is not None and nbytes > free:
         raise OutOfMemory(
             f"{kind} buffer of {nbytes:,} bytes does not fit: {free:,} bytes are free",
-            fix="lower --ctx or --kv-cache-size, or choose a smaller quantisation",
+            fix="lower --ctx, or choose a smaller quantisation",
             requested=nbytes,
             free=free,
             kind=kind,

@@ -61,7 +61,7 @@ class Engine:
         if not 1 <= self.max_context <= room:
             raise UsageError(f"a context of {max_context} tokens; the cache was planned for 1 to {room}", fix=f"--ctx {room}")
         if max_queue < 1:
-            raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="--max-queue 256")
+            raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="max_queue=256")
         self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
@@ -117,7 +117,7 @@ class Engine:
                 wait_s = self._request_s * self._num_queued / self._scheduler.max_running
                 raise QueueFull(
                     f"{self._num_queued} requests wait; the queue holds {self.max_queue}",
-                    fix="try again later, or start with a longer --max-queue",
+                    fix="try again later, or allow a longer max_queue",
                     retry_after_s=min(max(round(wait_s), 1), 60),
                 )
             self._num_queued += 1

@@ -134,5 +134,5 @@ class Job:
         return NotFinite(
             f"request '{self.handle.request_id}': the model gave no finite logit at position {position}",
             why="NaN or infinity in the weights or in the arithmetic",
-            fix="fastllm verify --deep MODEL",
+            fix="the weights hold NaN or infinity, or an activation overflowed: download the model again",
         )

@@ -151,7 +151,7 @@ _NUMBERS: Final = (
 )
 
 BUILT_IN: Final = SamplingParams(
-    temperature=0.8, top_k=0, top_p=0.95, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+    temperature=0.7, top_k=40, top_p=0.95, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
     repeat_last_n=-1, stop=(), stop_token_ids=(), ignore_eos=False, min_tokens=0, logit_bias={}, prompt_logprobs=False, n=1,
 )  # fmt: skip
 """The lowest layer of defaults: below generation_config.json, configuration, flags and the request."""

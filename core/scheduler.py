@@ -139,7 +139,7 @@ class Scheduler:
         policy: str = "fcfs",
     ):
         if policy not in POLICIES:
-            raise UsageError(f"no schedule '{policy}'; there are {', '.join(POLICIES)}", fix=f"--schedule {POLICIES[0]}")
+            raise UsageError(f"no schedule '{policy}'; there are {', '.join(POLICIES)}", fix=f"policy={POLICIES[0]!r}")
         if min(max_tokens, max_sequences, max_rows, max_blocks) < 1:
             raise UsageError(f"a step of {max_tokens} tokens, {max_sequences} sequences, {max_rows} rows; each must be at least 1")
         self.blocks, self.policy = blocks, policy

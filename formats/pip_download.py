@@ -123,7 +123,7 @@ def _pip_error(name: str, version: str, label: str, work: Path, lines: list[str]
             why=f"it has the versions {versions}" if versions else last,
             fix=f"use one of these versions: {versions}"
             if versions and version
-            else "check the name; `fastllm download --list` shows built-in models",
+            else "check the name; `fastllm list` shows built-in models",
         )
     return DownloadError(
         f"pip could not download {label}",

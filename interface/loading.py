@@ -211,6 +211,8 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         elif options.threads:
             _note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
         backends[selection.name] = registry.open(selection, chosen)
+        if backends[selection.name].warning:
+            options.message(backends[selection.name].warning)
         if selection.name != "ref":
             backends["ref"] = registry.open(registry.select("ref"), {})
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
@@ -355,7 +357,7 @@ def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate
 
 def _generation_defaults(files: ModelFiles) -> SamplingParams:
     """Built-in defaults, then the model's generation_config. Raises ModelFileError for a value out of its range."""
-    from .core.sampling import SamplingParams
+    from .core.sampling import BUILT_IN, SamplingParams
 
     config = files.generation_config
     known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -364,7 +366,7 @@ def _generation_defaults(files: ModelFiles) -> SamplingParams:
         values["top_k"] = int(values["top_k"])
     if config.get("do_sample") is False:
         values["temperature"] = 0.0
-    defaults = SamplingParams(**{"temperature": 0.7, "top_k": 40, "top_p": 0.95, **values})
+    defaults = SamplingParams(**values).merged_with(BUILT_IN)
     try:
         defaults.validate(1)
     except InvalidRequest as error:

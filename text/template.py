@@ -147,7 +147,7 @@ class ChatTemplate:
             return RenderedPrompt(str.__str__(_bare(text)), _parts(text))
 
 
-_FIX: Final = "give another template with --chat-template FILE, or use completion instead of chat"
+_FIX: Final = "continue text without a template (`fastllm run --raw`, `LLM.generate`), or use a model with another one"
 
 
 def _bare(text: str) -> str:
@@ -205,7 +205,7 @@ def _explain(error: Exception) -> TemplateError:
         f"the chat template fails on these messages ({kind}: {reason}).",
         who="messages",
         why="the template expects other roles, fields or types",
-        fix="check the messages, or give another template with --chat-template FILE",
+        fix="check the messages, or continue text without a template (`fastllm run --raw`)",
     )
 
 

@@ -207,7 +207,7 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any], cache_dir: str | os.PathLi
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
-        raise bad("tokenizer.ggml.model", None, "the key is required", "the file holds no tokenizer: give one with --ori DIR")
+        raise bad("tokenizer.ggml.model", None, "the key is required", "the file holds no tokenizer: use a file that was converted with its tokenizer")
     if kind not in ("llama", "gpt2"):
         raise UnsupportedError(
             f"tokenizer.ggml.model is {kind!r}; known: llama (SentencePiece BPE), gpt2 (byte-level BPE).",

@@ -601,7 +601,7 @@ def test_rows_hold_what_the_kernel_needs() -> None:
     third = SamplerState(SamplingParams(min_tokens=1, logit_bias={9: 3.0}), [4], 1, end_ids=(0,))
     mask = np.array([6, 1], np.uint32)
     rows = build_rows([first, second, third], 40, [None, mask, None])
-    assert rows.temperature.tolist() == [np.float32(0.8), 0.25, np.float32(0.8)]
+    assert rows.temperature.tolist() == [np.float32(0.7), 0.25, np.float32(0.7)]
     assert (rows.top_k[1], rows.top_p[1], rows.min_p[1]) == (7, 0.5, 0.125)
     assert rows.adjust_start.tolist() == [0, 2, 2, 4]
     assert rows.adjust_ids.tolist() == [4, 5, 9, 0]
