@@ -239,7 +239,7 @@ def _fit(
 
     trial = planned(options.ctx or definition.max_position, 1)
     block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
-    fixed = trial.total_bytes("weights") + trial.total_bytes("scratch") + trial.total_bytes("host") + trial.total_bytes("state")
+    fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
     budget = None if available is None else int(available * MEMORY_SHARE) - fixed - RESERVE_BYTES
     most = None if budget is None or not block_bytes else budget // block_bytes  # blocks that fit

@@ -124,6 +124,8 @@ class Chat:
                     return 0
             except EOFError:
                 return 0
+            except signals.Terminated:
+                raise
             except KeyboardInterrupt:
                 if asked_to_leave or self._session is None:
                     return signals.INTERRUPTED
@@ -167,6 +169,8 @@ class Chat:
             for piece in answer:
                 parts.append(piece.text)
                 write_answer(piece.text)
+        except signals.Terminated:
+            raise
         except KeyboardInterrupt:
             answer.cancel()
             signals.forget()

@@ -53,19 +53,30 @@ def run_command(args: list[str], ready: Callable[[], None] = lambda: None) -> in
 
     ready()
     try:
-        code = _invoke(cli, args)
-        sys.stdout.flush()
-        return code
+        return _run(cli, args)
+    except signals.Terminated:
+        raise
     except (KeyboardInterrupt, click.Abort):
         with contextlib.suppress(OSError):
             print(file=sys.stderr)  # below the ^C of the terminal
         return signals.INTERRUPTED
+
+
+def _run(cli: click.Group, args: list[str]) -> int:
+    """Runs and flushes; errors become messages and codes."""
+    import click
+
+    try:
+        code = _invoke(cli, args)
+        sys.stdout.flush()
+        return code
+    except click.Abort:
+        raise
     except BrokenPipeError:
         _drop_streams()
         return CLOSED_PIPE
     except Exception as error:
-        if signals.interrupted():
-            return signals.INTERRUPTED
+        signals.raise_seen()
         if "--debug" in args and not isinstance(error, click.ClickException):
             raise
         return _report(_as_fastllm_error(error), as_json="--json" in args)

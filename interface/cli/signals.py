@@ -14,17 +14,17 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["INTERRUPTED", "Terminated", "die_of", "forget", "interrupted", "leave_at_once", "unwind"]
+__all__ = ["INTERRUPTED", "Terminated", "die_of", "forget", "leave_at_once", "raise_seen", "unwind"]
 
 INTERRUPTED = 128 + signal.SIGINT
 _seen: list[int] = []  # signals since the start or since `forget`; a signal handler can only speak through its module
 
 
-class Terminated(SystemExit):
-    """SIGTERM or SIGHUP. A SystemExit, which event loops and plug-in guards pass on as they do a KeyboardInterrupt."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP. A KeyboardInterrupt, because event loops and the guards of plug-ins pass that on and nothing else."""
 
     def __init__(self, number: int):
-        super().__init__(128 + number)
+        super().__init__(f"signal {number}")
         self.number = number
 
 
@@ -60,7 +60,7 @@ def unwind() -> None:
     earlier = sys.unraisablehook
 
     def unraisable(lost: Any) -> None:
-        if isinstance(lost.exc_value, KeyboardInterrupt | Terminated):
+        if isinstance(lost.exc_value, KeyboardInterrupt):
             signal.raise_signal(_seen[-1] if _seen else signal.SIGINT)
         else:
             earlier(lost)
@@ -68,9 +68,12 @@ def unwind() -> None:
     sys.unraisablehook = unraisable
 
 
-def interrupted() -> bool:
-    """Whether Ctrl-C came since the start or since `forget`: an error after it may be its consequence."""
-    return signal.SIGINT in _seen
+def raise_seen() -> None:
+    """Raises what came since the start or since `forget`: an error after a signal is its consequence (an import may turn it into one)."""
+    if signal.SIGINT in _seen:
+        raise KeyboardInterrupt
+    if _seen:
+        raise Terminated(_seen[-1])
 
 
 def forget() -> None:
