@@ -39,6 +39,10 @@ def main() -> None:
         signals.die_of(end.number)
         code = 128 + end.number
     signals.leave_at_once()
+    if code == signals.INTERRUPTED:  # not sys.exit: CPython may remember the exception from an `exec` and die of SIGINT instead
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
