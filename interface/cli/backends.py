@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ def _options(command: Any) -> Any:
 @click.group("backends", invoke_without_command=True)
 @click.pass_context
 def backends_command(context: click.Context) -> None:
-    """List backends, or show one: their state, devices, options and where they come from."""
+    """List backends, or show one: their state, devices, options and where they come from.
+
+    Without a command, `list`. A backend is chosen with `fastllm run --backend NAME`.
+    """
     if context.invoked_subcommand is None:
         context.invoke(list_backends, as_json=False, plugins_file=None, plugin_paths=(), debug=False)
 
@@ -35,11 +39,17 @@ def backends_command(context: click.Context) -> None:
 @backends_command.command("list")
 @_options
 def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> None:
-    """One line per backend. State: ready, unavailable, broken, disabled or incompatible, with the reason."""
+    """Show one line per backend.
+
+    The state is ready, unavailable, broken, disabled or incompatible; what is not ready comes with the reason.
+    """
     from ..core.plugins import BackendRegistry
+    from .terminal import escape_controls, say
 
     registry = BackendRegistry(plugins_file, plugin_paths)
     states = registry.states()
+    for line in registry.messages:
+        say(f"fastllm: {line}")
     if as_json:
         click.echo(json.dumps([s.as_dict() for s in states], indent=1))
         return
@@ -48,17 +58,21 @@ def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[
     for s in states:
         devices = ", ".join(d.name for d in s.devices)
         note = devices or ": ".join(filter(None, (s.reason, s.hint)))
-        click.echo(f"{s.name:{width}}  {s.state:12} {s.priority if s.priority is not None else '-':>8}  {note}")
-    for line in registry.messages:
-        click.echo(f"fastllm: {line}", err=True)
+        priority = "-" if s.priority is None else s.priority
+        click.echo(escape_controls(f"{s.name:{width}}  {s.state:12} {priority:>8}  {note}"))
 
 
 @backends_command.command("show")
 @click.argument("name")
 @_options
 def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> int:
-    """Everything about one backend: state, version, options with their defaults, environment. Exits with its state's code."""
+    """Show one backend with its options.
+
+    State, version, devices, options with their defaults, environment. Exits with the code of its state: 0 ready, 2 disabled or
+    unknown, 3 broken, 4 unavailable.
+    """
     from ..core.plugins import BackendRegistry
+    from .terminal import escape_controls
 
     registry = BackendRegistry(plugins_file, plugin_paths)
     state = registry.state(name)
@@ -68,10 +82,28 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
     if as_json:
         click.echo(json.dumps(facts, indent=1))
     else:
-        for key, value in facts.items():
-            if isinstance(value, dict):
-                for sub, text in value.items():
-                    click.echo(f"{key}.{sub:20} {text}")
-            elif value not in (None, "", []):
-                click.echo(f"{key:20} {value}")
+        rows = list(_rows(facts))
+        width = max(len(key) for key, _ in rows)
+        for key, value in rows:
+            click.echo(escape_controls(f"{key:{width}}  {value}"))
     return state.exit_code
+
+
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The facts of one backend as lines for people; empty ones are left out."""
+    for key, value in facts.items():
+        if key == "devices":
+            for device in value:
+                detail = f" ({device['detail']})" if device["detail"] else ""
+                yield f"device {device['id']}", f"{device['name']}{detail}"
+        elif key == "options":
+            for name, option in value.items():
+                choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""
+                yield f"option {name}", f"{option['help']} ({option['type']}{choices}; default {option['default']})"
+        elif isinstance(value, dict):
+            for name, text in value.items():
+                yield f"{key} {name}", str(text)
+        elif key.endswith("_s"):
+            yield key.removesuffix("_s"), f"{1000 * value:.1f} ms"
+        elif value not in (None, ""):
+            yield key.replace("_", " "), str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,8 @@ def inspect_command(model: str, tensors: bool, template: bool, as_json: bool, de
         if as_json:
             facts["tensors"] = [_tensor_row(t) for t in files.tensors.values()]
             facts["chat_template"] = files.chat_template
-            facts["config"] = {k: v for k, v in files.config.items() if isinstance(v, str | int | float | bool | list | dict)}
-            click.echo(json.dumps(facts, indent=1, default=str))
+            facts["config"] = _finite({k: v for k, v in files.config.items() if isinstance(v, str | int | float | bool | list | dict)})
+            click.echo(json.dumps(facts, indent=1, default=str, allow_nan=False))
             return
         for key, value in facts.items():
             click.echo(f"{key.replace('_', ' '):18} {escape_controls(_shown(value))}")
@@ -93,6 +94,15 @@ def _tensor_row(t: Any) -> dict[str, Any]:
     return {"name": t.name, "format": t.format, "shape": list(t.shape), "size_bytes": t.nbytes}
 
 
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as strings: JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
+
+
 def _count(shape: tuple[int, ...]) -> int:
     total = 1
     for dim in shape:
@@ -105,4 +115,4 @@ def _shown(value: Any) -> str:
         return ", ".join(f"{k} {v}" for k, v in value.items())
     if isinstance(value, list):
         return "; ".join(map(str, value)) or "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

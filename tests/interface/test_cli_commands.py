@@ -1,0 +1,260 @@
+"""Every command but `run`: what it prints for people and as JSON, and what its help says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = [("run",), ("download",), ("list",), ("inspect",), ("plan",), ("doctor",), ("backends",), ("backends", "list"), ("backends", "show")]
+
+
+def values(text: str) -> dict[str, str]:
+    """The two columns of a report."""
+    return {line[:22].strip(): line[22:].strip() for line in text.splitlines() if line.strip()}
+
+
+# help --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", ["--help", "-h", "--version", "run --help"])
+def test_help_and_version_import_nothing_heavy(args):
+    """`fastllm --help` answers at once because of what it leaves alone."""
+    script = "import sys\nfrom fastllm.cli.main import run_command\ncode = run_command(sys.argv[1:])\n"
+    script += "print(code, *sorted({m.partition('.')[0] for m in sys.modules}), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script, *args.split()], capture_output=True, text=True, timeout=60, check=True)
+    code, *modules = done.stderr.split()
+    assert code == "0"
+    heavy = {"numpy", "rich", "jinja2", "tokenizers", "safetensors", "huggingface_hub", "prompt_toolkit", "pluggy", "psutil", "asyncio"}
+    assert not heavy & set(modules)
+
+
+def test_the_help_lists_every_command_with_a_line(run):
+    result = run("--help")
+    assert result.code == 0
+    for command in COMMANDS:
+        assert f"\n  {command[0]} " in result.out
+    assert "fastllm run model.gguf --prompt Hi" in result.out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_and_option_has_a_help(command):
+    import click
+
+    from fastllm.cli.group import cli
+
+    found, context = cli, click.Context(cli)
+    for name in command:
+        found = found.get_command(context, name)
+    assert found.help.strip()
+    for parameter in found.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            assert parameter.help.rstrip("]").endswith((".", "s)")) or "[default" in parameter.help, parameter.help
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_printed_and_fits_the_line(run, command):
+    result = run(*command, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"Usage: fastllm {' '.join(command)}")
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_without_arguments_the_help_is_shown_with_2(run):
+    result = run()
+    assert result.code == 2
+    assert "Commands:" in result.out
+
+
+def test_version_is_that_of_the_distribution(run):
+    from importlib.metadata import version
+
+    assert run("--version").out == f"fastllm {version('fastllm-engine')}\n"
+
+
+# inspect -----------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_what_the_header_says(run, tiny_model):
+    result = run("inspect", tiny_model)
+    assert result.code == 0
+    assert result.err == ""
+    shown = {line[:18].strip(): line[18:].strip() for line in result.out.splitlines()}
+    assert shown["architecture"] == "llama"
+    assert shown["parameters"] == "38,624"
+    assert shown["layers"] == "2"
+    assert shown["context"] == "64"
+    assert shown["tokenizer"] == "tokenizer.json"
+    assert shown["formats"] == "bf16 100.0 %"
+
+
+def test_inspect_as_json_has_every_tensor_and_is_finite(run, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    facts = json.loads(run("inspect", folder, "--json").out, parse_constant=lambda name: pytest.fail(name))
+    assert len(facts["tensors"]) == facts["tensor_count"] == 35
+    assert {"name": "lm_head.weight", "format": "bf16", "shape": [256, 32], "size_bytes": 16384} in facts["tensors"]
+    assert facts["config"]["model_type"] == "llama"
+    assert "add_generation_prompt" in facts["chat_template"]
+
+
+def test_inspect_lists_tensors_and_the_template(run, tiny_model):
+    out = run("inspect", tiny_model, "--tensors", "--template").out
+    assert "lm_head.weight" in out
+    assert "{% for m in messages %}" in out
+
+
+def test_inspect_opens_what_no_family_runs(run, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nosuch\x1b[31m"}))
+    result = run("inspect", folder)
+    assert result.code == 0
+    assert "not runnable" in result.out
+    assert "\x1b" not in result.out
+
+
+def test_inspect_touches_no_weight(tiny_model, tmp_path):
+    """32 GiB of a sparse file: whoever reads them has them in memory, or takes a while."""
+    import struct
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    header = json.dumps({"big.weight": {"dtype": "BF16", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 35]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + (1 << 35))
+    script = "import resource, sys\nfrom fastllm.cli.main import run_command\ncode = run_command(sys.argv[1:])\n"
+    script += "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script, "inspect", folder], capture_output=True, text=True, timeout=60, check=True)
+    code, peak_kib = map(int, done.stderr.split())
+    assert code == 0
+    assert "34,359,738,368" in done.stdout
+    assert peak_kib < 500_000
+
+
+# plan --------------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_a_model_takes(run, tiny_model):
+    facts = json.loads(run("plan", tiny_model, "--json", "--no-measure", "--backend", "ref").out)
+    assert facts["backend"] == "ref"
+    assert facts["backend_origin"] == "--backend"
+    assert facts["layers"] == [{"layers": "0–1", "device": "ref"}]
+    assert facts["fallbacks"] == []
+    assert facts["total_bytes"] == facts["weights_bytes"] + facts["cache_bytes"] + facts["activations_bytes"]
+    assert facts["read_bytes_per_s"] is None
+    people = run("plan", tiny_model, "--no-measure", "--backend", "ref")
+    assert people.code == 0
+    shown = values(people.out)
+    assert shown["backend"] == "ref"
+    assert shown["context"] == "64"
+    assert shown["layers 0–1"] == "ref"
+
+
+def test_plan_measures_the_bandwidth_of_a_backend_that_can(run, tiny_model):
+    facts = json.loads(run("plan", tiny_model, "--json", "--backend", "cpu_avx").out)
+    assert facts["tokens_per_s_limit"] == pytest.approx(facts["read_bytes_per_s"] / facts["weight_bytes_per_token"])
+
+
+PARTIAL = """
+from fastllm.api import API_VERSION, BackendSpec, DeviceInfo, No, Ready, hookimpl
+from fastllm.backends.ref.backend import RefBackend
+
+class Partial(RefBackend):
+    name = "partial"
+
+    def supports(self, q):
+        return No("this device has no softmax") if q.op == "attention" else super().supports(q)
+
+@hookimpl
+def fastllm_backends():
+    return [BackendSpec("partial", API_VERSION, 1)]
+
+@hookimpl
+def fastllm_probe(name):
+    return Ready((DeviceInfo("0", "partial"),))
+
+@hookimpl
+def fastllm_open_backend(name, device, options):
+    return Partial()
+"""
+
+
+@pytest.fixture
+def partial(tmp_path):
+    """A plug-in that leaves one op to another device."""
+    path = tmp_path / "partial.py"
+    path.write_text(PARTIAL)
+    return ("--plugin", path, "--backend", "partial")
+
+
+def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, partial):
+    facts = json.loads(run("plan", tiny_model, "--json", "--no-measure", *partial).out)
+    assert [(f["op"], f["device"], f["count"]) for f in facts["fallbacks"]] == [("kv_write", "ref", 2), ("attention", "ref", 2)]
+    assert facts["fallbacks"][1]["reason"] == "partial: this device has no softmax"
+    assert facts["copy_bytes_per_token"] > 0
+    assert "leaves its device" in run("plan", tiny_model, "--no-measure", *partial).out
+    warned = run("run", tiny_model, "--prompt", "x", "-n", 1, *partial)
+    assert warned.code == 0
+    assert "attention (× 2) runs on ref" in warned.err
+    allowed = run("run", tiny_model, "--prompt", "x", "-n", 1, "--fallback", "allow", *partial)
+    assert "ops run elsewhere" in allowed.err
+    for more in (("--fallback", "error"), ("--strict",)):
+        refused = run("run", tiny_model, "--prompt", "x", "-n", 1, *more, *partial)
+        assert refused.code == 5
+        assert "no softmax" in refused.err
+
+
+# doctor and backends -----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_the_machine_and_every_backend(run):
+    facts = json.loads(run("doctor", "--json").out)
+    assert set(facts) == {"machine", "limits", "caches", "backends", "advice"}
+    assert facts["backends"]["ref"]["state"] == "ready"
+    assert "cpu_avx" in facts["backends"]
+    people = run("doctor")
+    assert people.code == 0
+    assert "backend ref: ready" in people.out
+    assert "advice: " in people.out
+
+
+def test_doctor_of_one_backend_exits_with_its_state(run, monkeypatch):
+    assert run("doctor", "ref").code == 0
+    unknown = run("doctor", "nosuch")
+    assert unknown.code == 2
+    assert "no backend is called 'nosuch'" in unknown.err
+    monkeypatch.setenv("FASTLLM_DISABLE_PLUGINS", "cpu_avx")
+    assert run("doctor", "cpu_avx").code == 2
+
+
+def test_backends_are_listed_for_people_and_as_json(run):
+    rows = json.loads(run("backends", "list", "--json").out)
+    assert {"ref", "cpu_avx"} <= {r["name"] for r in rows}
+    assert {"name", "state", "reason", "hint", "devices", "priority", "options", "exit_code"} <= set(rows[0])
+    assert run("backends", "list").out == run("backends").out == run("backend", "list").out
+    assert "host memory, numpy" in run("backends").out
+
+
+def test_one_backend_is_shown_with_its_options(run):
+    out = run("backends", "show", "cpu_avx").out
+    assert "option threads" in out
+    assert "{" not in out
+    facts = json.loads(run("backends", "show", "cpu_avx", "--json").out)
+    assert facts["options"]["threads"]["type"] == "int"
+    assert "environment" in facts
+
+
+def test_a_broken_backend_is_a_line_of_the_list_and_3_when_shown(run, tmp_path):
+    plugin = tmp_path / "bad.py"
+    plugin.write_text(PARTIAL.replace('return Ready((DeviceInfo("0", "partial"),))', 'raise OSError("red \\x1b[31m driver")'))
+    listed = run("backends", "list", "--plugin", plugin)
+    assert listed.code == 0
+    line = next(line for line in listed.out.splitlines() if line.startswith("partial"))
+    assert "broken" in line
+    assert "driver" in line
+    assert "\x1b" not in listed.out
+    assert run("backends", "show", "partial", "--plugin", plugin).code == 3

@@ -1,0 +1,223 @@
+"""Loading: every stage may fail, and then nothing stays; options are checked; what a model keeps decides about the engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastllm import LLM, SamplingParams, loading
+from fastllm.core.errors import FastLLMError, InvalidRequest, UsageError
+from fastllm.loading import LoadOptions, close_all, load_model, plan_model
+
+
+class Broken(Exception):
+    """What a stage raises here."""
+
+
+def stages():
+    """(where, name) of the call that fails: each stage of loading once, in order."""
+    from fastllm import models, text
+    from fastllm.core import engine, executor
+    from fastllm.core.plugins import BackendRegistry
+    from fastllm.formats import ModelFiles
+
+    return {
+        "build": (models, "build"),
+        "open": (BackendRegistry, "open"),
+        "plan": (loading, "make_plan"),
+        "report": (loading, "_report"),
+        "tokenizer": (text.Tokenizer, "from_tokenizer_json"),
+        "template": (text, "ChatTemplate"),
+        "defaults": (loading, "_generation_defaults"),
+        "unchanged": (ModelFiles, "check_unchanged"),
+        "weights": (executor, "load_weights"),
+        "engine": (engine, "Engine"),
+        "programs": (executor.Executor, "_find_logits"),
+    }
+
+
+def maps_of(folder: Path) -> int:
+    """Mapped files of a folder in this process."""
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("backend", ["ref", "cpu_avx"])
+@pytest.mark.parametrize("stage", list(stages()))
+def test_a_stage_that_fails_leaves_nothing_open(tiny_model, monkeypatch, stage, backend):
+    from fastllm.core.plugins import BackendRegistry
+
+    opened, real = [], BackendRegistry.open
+    if stage != "open":
+        monkeypatch.setattr(BackendRegistry, "open", lambda *args: opened.append(real(*args)) or opened[-1])
+    where, name = stages()[stage]
+
+    def fail(*args, **kwargs):
+        raise Broken(stage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        before = threading.active_count()
+        with pytest.raises(Broken):
+            load_model(tiny_model, LoadOptions(backend=backend))
+    gc.collect()
+    assert threading.active_count() == before
+    assert maps_of(tiny_model) == 0
+    assert [instance.memory().used for instance in opened] == [0] * len(opened)
+
+
+def test_the_second_open_failing_closes_the_first(tiny_model, monkeypatch):
+    from fastllm.core.plugins import BackendRegistry
+
+    real, opened, closed = BackendRegistry.open, [], []
+
+    def second_fails(self, selection, options=None):
+        if opened:
+            raise Broken("second")
+        opened.append(real(self, selection, options))
+        monkeypatch.setattr(opened[0], "close", lambda: closed.append(True), raising=False)
+        return opened[0]
+
+    monkeypatch.setattr(BackendRegistry, "open", second_fails)
+    with pytest.raises(Broken):
+        plan_model(tiny_model, LoadOptions(backend="cpu_avx"))
+    assert closed == [True]
+
+
+def test_closing_returns_everything_and_may_be_repeated(tiny_model):
+    before = threading.active_count()
+    llm = LLM(tiny_model, backend="ref")
+    assert maps_of(tiny_model) == 1
+    assert threading.active_count() == before + 1
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert maps_of(tiny_model) == 0
+    assert threading.active_count() == before
+    with pytest.raises(FastLLMError):
+        llm.generate("x")
+
+
+def test_close_all_goes_on_after_a_failure():
+    calls = []
+
+    def fail():
+        calls.append("fail")
+        raise Broken("first")
+
+    with pytest.raises(Broken):
+        close_all(lambda: calls.append("a"), fail, lambda: calls.append("b"))
+    assert calls == ["a", "fail", "b"]
+
+
+def test_a_planned_model_closes_its_files_although_a_backend_fails(tiny_model, monkeypatch):
+    planned = plan_model(tiny_model, LoadOptions(backend="ref"))
+    backend = planned.backends["ref"]
+    monkeypatch.setattr(backend, "close", lambda: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        planned.close()
+    gc.collect()
+    assert maps_of(tiny_model) == 0
+    planned.close()
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_graph_with_state_slots_makes_the_engine_stateful(tiny_model, monkeypatch, stateful):
+    from fastllm.core import engine
+
+    if stateful:
+        from fastllm.core.graph import KVSpec
+
+        monkeypatch.setattr(loading, "SlotSpec", KVSpec)  # the fixture has no recurrent layer: its caches stand for slots
+    seen = {}
+
+    class Seen(engine.Engine):
+        def __init__(self, runner, **options):
+            seen.update(options)
+            super().__init__(runner, **options)
+
+    monkeypatch.setattr(engine, "Engine", Seen)
+    with LLM(tiny_model, backend="ref") as llm:
+        assert llm.loaded.engine.stateful is seen["stateful"] is stateful
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_files_that_change_are_refused(tiny_model, tmp_path, monkeypatch, when):
+    from fastllm.core import executor
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    path = folder / "model.safetensors"
+    if when == "before":
+        text = loading._open_text
+        monkeypatch.setattr(loading, "_open_text", lambda *args: (os.utime(path, ns=(1, 1)), text(*args))[1])
+        monkeypatch.setattr(executor, "load_weights", lambda *args: pytest.fail("weights were read"))
+    else:
+        load = executor.load_weights
+        monkeypatch.setattr(executor, "load_weights", lambda *args: (load(*args), os.utime(path, ns=(1, 1))))
+    before = threading.active_count()
+    with pytest.raises(FastLLMError, match=r"model\.safetensors"):
+        load_model(folder, LoadOptions(backend="ref"))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": -1},
+        {"threads": 1.5},
+        {"ctx": 0},
+        {"ctx": "64"},
+        {"ctx": True},
+        {"max_batch_size": 0},
+        {"block_size": 4},
+        {"prefill_chunk": 0},
+        {"kv_cache_tokens": 1},
+        {"fallback": "maybe"},
+        {"backend": 5},
+        {"backend_options": [("a", "b")]},
+        {"plugin_paths": "plugin.py"},
+        {"offline": "yes"},
+        {"prefix_cache": None},
+        {"strict": 1},
+        {"nosuch": 1},
+    ],
+    ids=str,
+)
+def test_options_are_checked_and_named(tiny_model, options):
+    with pytest.raises(UsageError, match=next(iter(options))) as caught:
+        LLM(tiny_model, **{"backend": "ref", **options})
+    assert caught.value.fix
+
+
+def test_the_model_must_be_a_name():
+    for wrong in (5, None, ["x"]):
+        with pytest.raises(UsageError, match="the model is"):
+            LLM(wrong)
+
+
+def test_prompts_may_be_arrays_and_are_checked(tiny_model):
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(tiny_model, backend="ref") as llm:
+        plain = llm.generate([70, 71], greedy)[0].output_ids
+        assert llm.generate(np.array([70, 71]), greedy)[0].output_ids == plain
+        assert llm.generate([np.array([70, 71])], greedy)[0].output_ids == plain
+        for wrong in ([[70, 256]], [[-1]], [[1.5]], [[True]], [None], ["x", None]):
+            with pytest.raises(InvalidRequest):
+                llm.generate(wrong, greedy)
+
+
+def test_more_prompts_than_the_queue_holds_are_all_answered_in_order(tiny_model):
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(tiny_model, backend="ref", max_batch_size=4) as llm:
+        llm.loaded.engine.max_queue = 3
+        prompts = [[70 + i % 9, 71] for i in range(40)]
+        done = llm.generate(prompts, greedy)
+        assert [c.prompt_ids for c in done] == prompts
+        assert [c.output_ids for c in done[:9]] == [llm.generate(p, greedy)[0].output_ids for p in prompts[:9]]
+        pairs = llm.generate(prompts[:12], SamplingParams(temperature=1, max_tokens=2, n=2, seed=1, ignore_eos=True))
+        assert [c.prompt_ids for c in pairs] == [p for p in prompts[:12] for _ in range(2)]
