@@ -1,4 +1,4 @@
-"""Host kernels that every backend shares: block codecs, half-precision conversions, block hashes, random numbers, sampling.
+"""Host kernels that every backend shares: block codecs, half-precision conversions, random numbers, sampling.
 
 The arithmetic is C (`_codecs.h`, `_select.h`): plain loops in a fixed order, bit-identical on every machine, run without the
 GIL. This file is the wall in front of it: dtype, contiguity, length and range of every argument are checked here before a
@@ -56,7 +56,6 @@ cdef extern from "_select.h" nogil:
 
     void fl_philox(const uint32_t *counter, const uint32_t *key, uint32_t *out)
     void fl_uniform(uint64_t seed, uint64_t sequence, const uint64_t *position, double *out, int64_t n)
-    void fl_hash_blocks(uint64_t parent, uint64_t salt, const int32_t *ids, int64_t block, int64_t blocks, uint64_t *out)
     int fl_sample(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, int32_t *ids)
     int fl_logprobs(const float *logits, int64_t rows, int64_t n, int64_t count, float *largest, double *sums, int32_t *ids)
 
@@ -227,28 +226,7 @@ def bf16_to_f32(values):
     return out
 
 
-# ---- block hashes and random numbers -----------------------------------------------------------------------------------
-
-
-def hash_blocks(uint64_t parent, token_ids, int64_t block_size, uint64_t salt=0):
-    """The chain of hashes that names the blocks of a prompt in the prefix cache.
-
-    parent: hash of the block before the first one (0 for a prompt's first block); token_ids: i32 [n]; salt: separates caches
-    that must not share (adapters, tenants). Returns uint64 [n // block_size]: hash b covers the salt, the parent and all ids up
-    to the end of block b; ids after the last whole block are not hashed. 64 bits are not proof: two chains collide with
-    probability 2^-64 by chance, and on purpose by anyone who tries, so whoever finds a block by its hash compares its token
-    ids (and its parent block) before using it.
-    """
-    ids = _array(token_ids, "token_ids", np.int32, 1)
-    if block_size < 1:
-        raise ShapeError(f"block_size is {block_size}; it must be at least 1", who="block_size")
-    cdef int64_t blocks = ids.size // block_size
-    out = np.empty(blocks, np.uint64)
-    cdef const int32_t *source = <const int32_t *>_in(ids)
-    cdef uint64_t *target = <uint64_t *>_out(out)
-    with nogil:
-        fl_hash_blocks(parent, salt, source, block_size, blocks, target)
-    return out
+# ---- random numbers ------------------------------------------------------------------------------------------------
 
 
 def philox4x32(counter, key):

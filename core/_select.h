@@ -63,25 +63,6 @@ static void fl_uniform(uint64_t seed, uint64_t sequence, const uint64_t *positio
     }
 }
 
-/* ---- block hashes -------------------------------------------------------------------------------------------------------- */
-
-/* The finaliser of splitmix64 (Steele et al. 2014): a bijection in which every input bit moves every output bit. */
-FL_INLINE uint64_t fl_mix(uint64_t x) {
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ULL;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBULL;
-    return x ^ x >> 31;
-}
-
-/* out[b] = hash of block b's ids, in order, chained to the hash before it (first: parent). */
-static void fl_hash_blocks(uint64_t parent, uint64_t salt, const int32_t *ids, int64_t block, int64_t blocks, uint64_t *out) {
-    uint64_t state = parent;
-    for (int64_t b = 0; b < blocks; b++) {
-        state = fl_mix(state + 0x9E3779B97F4A7C15ULL) ^ fl_mix(salt + 0xD1B54A32D192ED03ULL);
-        for (int64_t i = 0; i < block; i++) state = fl_mix(state + 0x9E3779B97F4A7C15ULL + (uint32_t)ids[b * block + i]);
-        out[b] = state;
-    }
-}
-
 /* ---- keys ---------------------------------------------------------------------------------------------------------------- */
 
 /* A logit as an integer of the same order; minus zero equals zero; NaN lies outside FL_MINUS_INF .. FL_PLUS_INF. */

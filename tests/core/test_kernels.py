@@ -1,4 +1,4 @@
-"""Block codecs, conversions, block hashes and the random generator of `core/_kernels`, against independent references.
+"""Block codecs, conversions and the random generator of `core/_kernels`, against independent references.
 
 Decoded values are compared with those of ggml's own Python package (`scripts/make_codec_vectors.py` wrote them), conversions
 with numpy's, the generator with the vectors that its authors published.
@@ -222,45 +222,6 @@ def test_conversions_keep_the_shape_and_refuse_other_dtypes() -> None:
     for convert in (kernels.f32_to_f16, kernels.f32_to_bf16, kernels.f16_to_f32, kernels.bf16_to_f32):
         with pytest.raises(ShapeError, match="float64"):
             convert(np.zeros(3))
-
-
-# ---- block hashes ------------------------------------------------------------------------------------------------------
-
-
-def test_block_hashes_chain_and_ignore_the_unfinished_block() -> None:
-    ids = np.arange(70, dtype=np.int32) * 37 % 1000
-    whole = kernels.hash_blocks(5, ids, 16)
-    assert whole.dtype == np.uint64
-    assert whole.shape == (4,)
-    np.testing.assert_array_equal(kernels.hash_blocks(5, ids[:64], 16), whole)
-    np.testing.assert_array_equal(kernels.hash_blocks(int(whole[1]), ids[32:], 16), whole[2:])
-    assert kernels.hash_blocks(5, ids[:15], 16).shape == (0,)
-
-
-def test_block_hashes_depend_on_every_id_on_their_order_on_parent_and_salt() -> None:
-    ids = np.arange(32, dtype=np.int32)
-    base = kernels.hash_blocks(0, ids, 16)
-    for changed in range(32):
-        other = ids.copy()
-        other[changed] ^= 1
-        differs = kernels.hash_blocks(0, other, 16) != base
-        assert differs.tolist() == [changed < 16, True]
-    swapped = ids.copy()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    assert (kernels.hash_blocks(0, swapped, 16) != base).all()
-    assert (kernels.hash_blocks(1, ids, 16) != base).all()
-    assert (kernels.hash_blocks(0, ids, 16, salt=1) != base).all()
-    with pytest.raises(ShapeError, match="block_size is 0"):
-        kernels.hash_blocks(0, ids, 0)
-
-
-def test_block_hashes_are_spread_over_all_bits() -> None:
-    hashes = kernels.hash_blocks(0, np.zeros(50_000, np.int32), 1)
-    assert len(np.unique(hashes)) == 50_000
-    singles = np.array([kernels.hash_blocks(0, np.array([i], np.int32), 1)[0] for i in range(20_000)])
-    assert len(np.unique(singles)) == 20_000
-    ones = ((singles[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).mean(axis=0)
-    assert (np.abs(ones - 0.5) < 0.02).all()  # six standard deviations
 
 
 # ---- random numbers ----------------------------------------------------------------------------------------------------
