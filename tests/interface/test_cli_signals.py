@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def total(signalled):
 
 
 def test_ctrl_c_at_any_moment_is_130_without_a_word(signalled, total, tmp_path):
-    for at in (1, 500, *range(total // 24, total * 23 // 24, total // 24)):
+    for at in (1, 500, *range(total // 16, total * 15 // 16, total // 16)):
         done = signalled(at, signal.SIGINT)
         assert done.returncode == 130, (at, done.stderr)
         assert re.sub(r"events \d+", "", done.stderr).strip() == "", (at, done.stderr)
@@ -70,6 +71,19 @@ def test_termination_at_any_moment_is_that_signal_without_a_word(signalled, tota
     for at in range(total // 6, total * 5 // 6, total // 6):
         done = signalled(at, number)
         assert (done.returncode, done.stderr) == (-number, ""), at
+
+
+def test_ctrl_c_while_downloading_leaves_nothing(signalled, package, tmp_path):
+    whole = signalled(0, signal.SIGINT, "download", package)
+    assert whole.returncode == 0, whole.stderr
+    events = int(re.search(r"events (\d+)", whole.stderr).group(1))
+    for at in range(events // 6, events, events // 6):
+        shutil.rmtree(tmp_path / "home", ignore_errors=True)
+        done = signalled(at, signal.SIGINT, "download", package)
+        assert done.returncode == 130, (at, done.stderr)
+        assert "Traceback" not in done.stderr, at
+        assert not [p for p in (tmp_path / "home").rglob("*") if ".part" in p.name], at
+    assert signalled(0, signal.SIGINT, "download", package).returncode == 0
 
 
 def test_ctrl_c_while_answering_ends_the_answer(tiny_model, tmp_path):
