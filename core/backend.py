@@ -110,22 +110,23 @@ class Unavailable:
 
 @dataclass(frozen=True)
 class OpQuery:
-    """A question at plan time. dtypes: of the inputs (None where absent; "any" never occurs: weights carry their format);
-    dims: closed ranges of symbols and sizes, for example {"T": (1, 512), "ctx": (1, 8192)}; attrs: those that differ from the
-    catalogue's defaults, and those without one; shapes: of the inputs, with symbols."""
+    """A question at plan time. dtypes: of the inputs (None where absent; "any" never occurs: weights carry their format); shapes,
+    with symbols; specs: KVSpec or SlotSpec of those that are state; dims: closed ranges of symbols and sizes, for example
+    {"T": (0, 512), "ctx": (0, 8192)}; attrs: those that differ from the catalogue's defaults, and those without one."""
 
     op: str
     dtypes: tuple[str | None, ...]
     shapes: tuple[tuple[int | str, ...] | None, ...] = ()
     dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    specs: tuple[KVSpec | SlotSpec | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Yes:
     """Supported for every value of every range. impl: name in `Backend.ops()`. acc, act, weight, prob, angle: the numerics
-    that results are judged by (act: how activations are rounded first, e.g. "q8_g32"). workspace: bytes. varies: ("rows",)
-    admits that batch mates change results."""
+    that results are judged by (act: how activations are rounded first, e.g. "q8_g32"). workspace: bytes that a call needs as `ws`,
+    which all nodes of a device share. varies: ("rows",) admits that batch mates change results."""
 
     impl: str
     acc: str = "f32"
@@ -272,14 +273,14 @@ class CompileEnv:
     """Where everything of a segment lives, fixed for the life of the program.
 
     tensors: value name -> Tensor at its largest shape (step inputs, weights, constants, state, temporaries, outputs).
-    largest: the biggest step. block_size: tokens per cache block; max_blocks: columns of the block table.
-    """
+    largest: the biggest step. block_size: tokens per cache block; max_blocks: columns of the block table. workspace: i8 [n]."""
 
     graph: Graph
     tensors: Mapping[str, Tensor]
     largest: StepDims
     block_size: int
     max_blocks: int
+    workspace: Tensor | None = None
 
 
 class Program(Protocol):
@@ -314,7 +315,7 @@ class Backend(ABC):
 
     @abstractmethod
     def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
-        """Host to device."""
+        """Host to device. src must stay as it is until the stream is synchronised."""
 
     @abstractmethod
     def download(self, dst: memoryview, src: Buffer, offset: int, stream: Stream) -> None:
@@ -329,11 +330,12 @@ class Backend(ABC):
         return None
 
     def copy(self, dst: Buffer, dst_offset: int, src: Buffer, src_offset: int, nbytes: int, stream: Stream) -> None:
-        """Device to device, through staging by default."""
+        """Within the device; through staging on the host by default."""
         stage = bytearray(nbytes)
         self.download(memoryview(stage), src, src_offset, stream)
         stream.synchronize()
         self.upload(dst, dst_offset, memoryview(stage), stream)
+        stream.synchronize()  # the staging ends here
 
     def memory(self) -> MemoryInfo:
         """What the device has and what is used."""
@@ -361,7 +363,7 @@ class Backend(ABC):
         return None
 
     def pack_weight(self, weight: HostTensor, layout: PackedLayout, dst: Buffer, offset: int) -> None:
-        """Writes a weight in a layout that `pack_layout` gave."""
+        """Writes a weight in a layout that `pack_layout` gave; done on return."""
         raise NotImplementedError(f"backend '{self.name}' gives a packed layout but has no pack_weight")
 
     def compile(self, sub: Sequence[Node], env: CompileEnv) -> Program | None:

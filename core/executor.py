@@ -1,23 +1,26 @@
 """The executor: runs a plan one step at a time.
 
 It owns the arenas of every device, copies the step's arrays to where the plan says, runs each segment (one `Program.run` where the
-backend compiled it, op by op where not), carries values between devices, and samples on the host unless a backend does. Nothing
-is allocated inside a step.
+backend compiled it, op by op where not), carries values between devices, and samples on the host. Nothing is allocated inside a step.
+
+A backend may return before its work is done. Work is waited for where the host reads (a value that leaves a device, logits) and at
+the end of a step, failed or not: from then on, host memory that was being uploaded may be written again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from .backend import Backend, Buffer, CompileEnv, Program, StepDims, Stream, Tensor
+from .backend import Backend, Buffer, CompileEnv, Program, StepDims, Stream, Tensor, plain_bytes
 from .errors import EngineError
 from .graph import KVSpec, SlotSpec, Value
 from .loader import load_weights
-from .planner import Plan, Segment
+from .plan import Place, Plan, Segment
 from .step import StepBatch
 from .weights import TensorSource, WeightRef
 
@@ -52,7 +55,7 @@ class Executor:
         limits = plan.limits
         self.block_size, self.num_blocks, self.max_blocks = limits.block_size, limits.num_blocks, limits.max_blocks
         self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
-        self._arenas: dict[tuple[str, str], Buffer] = {}
+        self._arenas: dict[tuple[str, str, int], Buffer] = {}  # (device, arena, chunk)
         self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
         self._hosted: dict[tuple[str, str], Buffer] = {}
         self._programs: list[Program | None] = []
@@ -60,17 +63,27 @@ class Executor:
         used = tuple(dict.fromkeys(s.device for s in plan.segments))
         self._streams: dict[str, Stream] = {d: self.backends[d].new_stream() for d in used}
         try:
-            for (device, arena), nbytes in plan.arenas.items():
+            for (device, arena), sizes in plan.arenas.items():
                 if arena != "host":
-                    self._arenas[(device, arena)] = self.backends[device].alloc(nbytes, arena)
+                    kind = "scratch" if arena == "workspace" else arena
+                    for chunk, nbytes in enumerate(sizes):
+                        self._arenas[(device, arena, chunk)] = self.backends[device].alloc(nbytes, kind)
             self._share_host_values()
+            self._stage = np.zeros(max((self._largest(c.value) for s in plan.segments for c in s.copies), default=0), np.uint8)
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
+            envs = {
+                d: CompileEnv(
+                    plan.graph, self._tensors(d), limits.largest, limits.block_size, limits.max_blocks, self._workspace(d)
+                )
+                for d in used
+            }
             for segment in plan.segments:
-                env = CompileEnv(plan.graph, self._tensors(segment.device), limits.largest, limits.block_size, limits.max_blocks)
                 nodes = [plan.graph.nodes[i] for i in segment.nodes]
-                self._programs.append(self.backends[segment.device].compile(nodes, env))
-            self._interpreted = [self._resolve_ops(s) if p is None else [] for s, p in zip(plan.segments, self._programs, strict=True)]
+                self._programs.append(self.backends[segment.device].compile(nodes, envs[segment.device]))
+            self._interpreted = [
+                self._resolve_ops(s, envs[s.device]) if p is None else [] for s, p in zip(plan.segments, self._programs, strict=True)
+            ]
         except BaseException:
             self.close()
             raise
@@ -90,15 +103,27 @@ class Executor:
             buffer = self.backends[device].wrap_host(array.reshape(-1).view(np.uint8), readonly=False)
             if buffer is not None:
                 self._hosted[(device, name)] = buffer
-            elif (device, "host") not in self._arenas:
-                self._arenas[(device, "host")] = self.backends[device].alloc(self.plan.arenas[(device, "host")], "staging")
-            if buffer is None and value.data is not None:
+                continue
+            if (device, "host", place.chunk) not in self._arenas:
+                size = self.plan.arenas[(device, "host")][place.chunk]
+                self._arenas[(device, "host", place.chunk)] = self.backends[device].alloc(size, "staging")
+            if value.data is not None:
                 self._upload(device, name, array)
 
     def _upload(self, device: str, name: str, array: np.ndarray) -> None:
-        place = self.plan.places[(device, name)]
-        raw = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        self.backends[device].upload(self._arenas[(device, "host")], place.offset, raw, self._streams[device])
+        """The array (contiguous rows of `_host`) to its place."""
+        if array.size:
+            place = self.plan.places[(device, name)]
+            raw = memoryview(array.reshape(-1).view(np.uint8))
+            self.backends[device].upload(self._buffer(device, place), place.offset, raw, self._streams[device])
+
+    def _buffer(self, device: str, place: Place) -> Buffer:
+        return self._arenas[(device, place.arena, place.chunk)]
+
+    def _largest(self, name: str) -> int:
+        """Bytes of a value in the biggest step."""
+        value = self.plan.graph.values[name]
+        return plain_bytes([self.plan.limits.resolve(d) for d in value.shape], value.dtype)
 
     def _find_logits(self) -> tuple[str, str]:
         name = self.plan.graph.base(self.plan.graph.outputs[0]).name
@@ -125,17 +150,21 @@ class Executor:
         buffer = self._hosted.get((device, name))
         offset = 0 if buffer is not None else place.offset
         if buffer is None:
-            buffer = self._arenas[(device, place.arena)]
+            buffer = self._buffer(device, place)
         state: dict[str, Any] = {}
         if isinstance(value.spec, KVSpec | SlotSpec):
             count = self.num_blocks if isinstance(value.spec, KVSpec) else self.max_sequences
             state = {"spec": value.spec, "block_size": self.block_size, "num_blocks": count, "block_bytes": place.block_bytes}
         return Tensor(buffer, offset, place.shape, place.dtype, place.strides, place.layout, **state)
 
-    def _resolve_ops(self, segment: Segment) -> list[Callable[[StepDims], None]]:
+    def _workspace(self, device: str) -> Tensor | None:
+        sizes = self.plan.arenas.get((device, "workspace"))
+        return None if sizes is None else Tensor(self._arenas[(device, "workspace", 0)], 0, (sizes[0],), "i8")
+
+    def _resolve_ops(self, segment: Segment, env: CompileEnv) -> list[Callable[[StepDims], None]]:
         """One bound call per node, for a backend without a compiled program."""
         functions = self.backends[segment.device].ops()
-        tensors, stream = self._tensors(segment.device), self._streams[segment.device]
+        tensors, stream, ws = env.tensors, self._streams[segment.device], env.workspace
         impl = {d.node: d.impl for d in self.plan.decisions}
         calls: list[Callable[[StepDims], None]] = []
         for index in segment.nodes:
@@ -147,7 +176,7 @@ class Executor:
             def call(dims: StepDims, fn: Any = fn, inputs: Any = inputs, outputs: Any = outputs, attrs: Any = node.attrs) -> None:
                 operands = [None if p is None else _at(p[0], p[1], dims) for p in inputs]
                 results = tuple(_at(t, s, dims) for t, s in outputs)
-                fn(*operands, out=results[0] if len(results) == 1 else results, stream=stream, ws=None, **attrs)
+                fn(*operands, out=results[0] if len(results) == 1 else results, stream=stream, ws=ws, **attrs)
 
             calls.append(call)
         return calls
@@ -164,41 +193,50 @@ class Executor:
         dims = batch.dims
         if dims.T > self.max_tokens or dims.S > self.max_sequences or dims.R > self.max_rows:
             raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
-        self._fill_inputs(batch, dims)
-        for index, segment in enumerate(self.plan.segments):
-            for copy in segment.copies:
-                self._carry(copy.value, copy.source, copy.target, dims)
-            program = self._programs[index]
-            if program is not None:
-                program.run(dims)
-            else:
-                for call in self._interpreted[index]:
-                    call(dims)
-        logits = self._read_logits(dims)
+        if batch.block_table.shape[1] > self.max_blocks:
+            raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
+        try:
+            self._fill_inputs(batch, dims)
+            for index, segment in enumerate(self.plan.segments):
+                for copy in segment.copies:
+                    self._carry(copy.value, copy.source, copy.target, dims)
+                program = self._programs[index]
+                if program is not None:
+                    program.run(dims)
+                else:
+                    for call in self._interpreted[index]:
+                        call(dims)
+            logits = self._read_logits(dims)
+        finally:
+            for stream in self._streams.values():
+                stream.synchronize()
         return StepResult(self._sample(logits, batch), logits)
 
     def _fill_inputs(self, batch: StepBatch, dims: StepDims) -> None:
         for (device, name), array in self._host.items():
             if name in STEP_FIELDS:
                 source = getattr(batch, name)
-                array[: len(source)] = source
+                rows = len(source)
+                array[:rows] = source
             elif name == "block_table":
-                array[: dims.S, : batch.block_table.shape[1]] = batch.block_table
+                rows = dims.S
+                array[:rows, : batch.block_table.shape[1]] = batch.block_table
             else:
                 continue
             if (device, name) not in self._hosted:
-                self._upload(device, name, array)
+                self._upload(device, name, array[:rows])
 
     def _carry(self, name: str, source: str, target: str, dims: StepDims) -> None:
         value = self.plan.graph.values[name]
-        shape = tuple(d if isinstance(d, int) else dims.resolve(d) for d in value.shape)
-        stage = np.empty(shape, NUMPY[value.dtype])
-        view = memoryview(stage.reshape(-1).view(np.uint8))
+        nbytes = plain_bytes([dims.resolve(d) for d in value.shape], value.dtype)
+        if not nbytes:
+            return
+        view = memoryview(self._stage)[:nbytes]
         there, here = self._tensor(source, name), self._tensor(target, name)
         self.backends[source].download(view, there.buffer, there.offset, self._streams[source])
         self._streams[source].synchronize()
         self.backends[target].upload(here.buffer, here.offset, view, self._streams[target])
-        self._streams[target].synchronize()
+        self._streams[target].synchronize()  # the next copy takes the same staging
 
     def _read_logits(self, dims: StepDims) -> np.ndarray:
         device, name = self._logits_device
@@ -207,7 +245,7 @@ class Executor:
         if (device, name) not in self._hosted and dims.R:
             place = self.plan.places[(device, name)]
             view = memoryview(logits.reshape(-1).view(np.uint8))
-            self.backends[device].download(view, self._arenas[(device, "host")], place.offset, stream)
+            self.backends[device].download(view, self._buffer(device, place), place.offset, stream)
         stream.synchronize()
         return logits
 
@@ -238,25 +276,26 @@ class Executor:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""
         for (device, _), place in self.plan.places.items():
             if place.arena == "kv":
-                arena, size = self._arenas[(device, "kv")], place.block_bytes
+                arena, size = self._buffer(device, place), place.block_bytes
                 stream = self._streams[device]
                 self.backends[device].copy(arena, place.offset + dst * size, arena, place.offset + src * size, size, stream)
 
     def close(self) -> None:
-        """Frees programs and arenas; may be called twice."""
+        """Frees programs, then memory, the rest also if one fails; may be called twice."""
         if self._closed:
             return
         self._closed = True
-        for program in self._programs:
-            if program is not None:
-                program.close()
-        for buffer in (*self._hosted.values(), *self._arenas.values()):
-            buffer.close()
-        self._host.clear()
+        with ExitStack() as stack:  # calls the last one first
+            stack.callback(self._host.clear)
+            for buffer in (*self._hosted.values(), *self._arenas.values()):
+                stack.callback(buffer.close)
+            for program in self._programs:
+                if program is not None:
+                    stack.callback(program.close)
 
 
 def _at(tensor: Tensor, shape: tuple[int | str, ...], dims: StepDims) -> Tensor:
     """The tensor of this step: its leading symbol resolved."""
-    if shape and isinstance(shape[0], str) and shape[0] != "A":
+    if shape and isinstance(shape[0], str):
         return tensor.with_rows(dims.resolve(shape[0]))
     return tensor

@@ -106,7 +106,8 @@ class Graph:
 
     def verify(self) -> None:
         """Checks every node against the catalogue: known op and attributes, operands that exist before use, and the shapes
-        and dtypes that its rule gives. Raises ShapeError naming the node."""
+        and dtypes that its rule gives; that each value is made once; and that the outputs are made by nodes. Raises ShapeError
+        naming the node or the output."""
         ready = {v.name for v in self.values.values() if v.kind != "temp"}
         for index, node in enumerate(self.nodes):
             where = f"node {index} ({node.op})"
@@ -123,17 +124,23 @@ class Graph:
                 value = self.values[name]
                 if value.shape != shape or value.dtype != dtype:
                     raise ShapeError(f"{where}: '{name}' is {value.dtype}{list(value.shape)}, the rule gives {dtype}{list(shape)}")
-                ready.add(self.base(name).name)
+                if value.view is not None or name in ready:
+                    raise ShapeError(f"{where}: '{name}' is a view, or something that exists already; a node makes a new value")
+                ready.add(name)
+        for name in self.outputs:
+            if name not in ready or self.values[name].kind != "temp":
+                raise ShapeError(f"output '{name}' is not made by a node (views, inputs and weights cannot be outputs)")
 
 
 class GraphBuilder:
     """Appends nodes to a graph. Every op method infers shapes through the catalogue and raises ShapeError at the line that
     builds a wrong node."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, count: int = 0):
+        """count: nodes and views are numbered from there on, where their names must not meet those of another graph."""
         self.graph = Graph(name)
         self._tags: dict[str, Any] = {}
-        self._count = 0
+        self._count = count
 
     # values ---------------------------------------------------------------------------------------------------------
 
@@ -191,6 +198,8 @@ class GraphBuilder:
         return self._alias(x, (*x.shape[:-1], stop - start), start, strides)
 
     def _alias(self, x: Value, shape: Shape, offset: int, strides: tuple[int, ...]) -> Value:
+        if x.kind not in ("temp", "const"):
+            raise ShapeError(f"'{x.name}' ({x.kind}) has no views; parts of a weight are chosen by its WeightRef")
         base, shift = (x.view.base, x.view.offset) if x.view is not None else (x.name, 0)
         self._count += 1
         name = f"{base}.view{self._count}"

@@ -30,18 +30,18 @@ def load_weights(
     weights: Mapping[str, WeightRef],
     sources: Mapping[str, TensorSource],
     backends: Mapping[str, Backend],
-    arenas: Mapping[tuple[str, str], Buffer],
+    arenas: Mapping[tuple[str, str, int], Buffer],
     streams: Mapping[str, Stream],
     progress: Progress | None = None,
 ) -> None:
-    """Loads every weight of the plan into the arenas. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
+    """Loads every weight of the plan into the arenas: (device, arena, chunk) -> buffer. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
     wanted = [(device, name, place) for (device, name), place in plan.places.items() if place.arena == "weights"]
     total, done = sum(place.nbytes for _, _, place in wanted), 0
     for device, name, place in wanted:
         if name not in weights:
             raise ModelFileError(f"the model's family names no source for the graph weight '{name}'")
         tensor = weights[name].resolve(sources, name, place.shape)
-        arena = arenas[(device, "weights")]
+        arena = arenas[(device, "weights", place.chunk)]
         if place.layout is not None:
             backends[device].pack_weight(tensor, place.layout, arena, place.offset)
         else:
@@ -49,14 +49,13 @@ def load_weights(
         done += place.nbytes
         if progress is not None:
             progress(done, total, name)
-    for stream in streams.values():
-        stream.synchronize()
 
 
 def _upload_plain(tensor: HostTensor, place: Place, backend: Backend, arena: Buffer, stream: Stream) -> None:
     """A weight in a plain form: as it is if the file has that form, else decoded by blocks of rows."""
     if tensor.format == place.dtype:
         backend.upload(arena, place.offset, memoryview(np.ascontiguousarray(tensor.data)), stream)
+        stream.synchronize()  # gathered rows are gone after this
         return
     from . import _kernels
 
@@ -71,5 +70,5 @@ def _upload_plain(tensor: HostTensor, place: Place, backend: Backend, arena: Buf
         block = values if place.dtype == "f32" else _kernels.encode(place.dtype, values)
         raw = np.ascontiguousarray(block).view(np.uint8)
         backend.upload(arena, offset, memoryview(raw), stream)
-        stream.synchronize()  # the block is reused
+        stream.synchronize()  # so is a decoded block
         offset += raw.nbytes

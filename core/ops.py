@@ -66,13 +66,13 @@ class Attr:
 @dataclass(frozen=True)
 class OpSpec:
     """One op. inputs: argument names, those ending in "?" may be absent. attrs: name -> Attr. infer: shapes and dtypes of the
-    outputs from those of the inputs. decompose: for extended ops, builds the same result from core ops."""
+    outputs from those of the inputs. decompose: for extended ops, builds the same outputs from core ops (`decompose.py`)."""
 
     name: str
     inputs: tuple[str, ...]
     infer: Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]
     attrs: Mapping[str, Attr] = field(default_factory=dict)
-    decompose: Callable[[GraphBuilder, Sequence[Value | None], Mapping[str, Any]], Value] | None = None
+    decompose: Callable[[GraphBuilder, Sequence[Value | None], Mapping[str, Any]], Sequence[Value]] | None = None
     since: int = 1
     doc: str = ""
 
@@ -107,6 +107,11 @@ def _present(op: str, operand: Operand, name: str) -> tuple[Shape, str]:
     if operand is None:
         raise ShapeError(f"op '{op}' needs the operand '{name}'")
     return operand
+
+
+def _cache(op: str, operand: Operand, spec: Any) -> Any:
+    _require(hasattr(spec, "num_kv_heads"), op, "a key/value cache", operand)
+    return spec
 
 
 # shape rules ----------------------------------------------------------------------------------------------------------
@@ -150,24 +155,25 @@ def _rope(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> l
 
 
 def _kv_write(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
-    spec = specs[0]
+    spec = _cache("kv_write", o[0], specs[0])
     k, _ = _present("kv_write", o[1], "key")
+    value = None if o[2] is None else o[2][0]
     fits = len(k) == 3 and k[1:] == (spec.num_kv_heads, spec.key_dim)
-    if spec.value_dim:
-        v, _ = _present("kv_write", o[2], "value")
-        fits = fits and v == (k[0], spec.num_kv_heads, spec.value_dim)
+    fits = fits and value == ((k[0], spec.num_kv_heads, spec.value_dim) if spec.value_dim else None)
     _require(fits, "kv_write", f"key and value of {spec}", *o)
     return []
 
 
 def _attention(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
     q, _ = _present("attention", o[0], "query")
-    spec = specs[1]
+    spec = _cache("attention", o[1], specs[1])
     _require(len(q) == 3 and q[2] == spec.key_dim and int(q[1]) % spec.num_kv_heads == 0, "attention", f"query for {spec}", *o)
     value_dim = spec.value_dim or a["value_dim"]
-    _require(value_dim > 0 and (spec.value_dim > 0 or value_dim <= spec.key_dim), "attention", "value_dim ≤ key_dim", *o)
+    fits = a["value_dim"] == 0 if spec.value_dim else 0 < value_dim <= spec.key_dim
+    _require(fits, "attention", "value_dim ≤ key_dim, and only where the cache holds no values", *o)
     _require(all(p is None or p[0] == (q[1],) for p in o[6:8]), "attention", "sinks and slopes [H]", *o)
     _require(a["mask"] != "chunk" or a["chunk"] > 0, "attention", "chunk > 0 with mask 'chunk'", *o)
+    _require(a["mask"] != "prefix" or o[8] is not None, "attention", "prefix_len with mask 'prefix'", *o)
     return [((q[0], q[1], value_dim), "f32")]
 
 
@@ -213,12 +219,12 @@ def _sample(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) ->
     return [((logits[0],), "i32")]
 
 
-def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Value:
+def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Sequence[Value]:
     x = inputs[0]
     if x is None:
         raise ShapeError("op 'softcap' needs the operand 'x'")
     small = g.mul(x, g.scalar(1.0 / attrs["cap"]))
-    return g.mul(g.act_mul(small, kind="tanh"), g.scalar(attrs["cap"]))
+    return (g.mul(g.act_mul(small, kind="tanh"), g.scalar(attrs["cap"])),)
 
 
 # the catalogue --------------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ weighs. `loader.py` fills the plan with weights, `executor.py` runs it, `fastllm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from .arena import Lifetime, pack_lifetimes
-from .backend import Backend, No, OpQuery, PackedLayout, StepDims, Yes, plain_bytes
-from .errors import UnsupportedError
-from .graph import Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value
+from .backend import Backend, No, OpQuery, PackedLayout, Yes, plain_bytes
+from .decompose import decompose
+from .errors import UnsupportedError, UsageError
+from .graph import Graph, KVSpec, Node, SlotSpec, Value
 from .ops import CATALOGUE, OPSET
 from .placement import Placement
+from .plan import HOST, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
 from .weights import TensorSource, WeightRef
 
@@ -23,117 +24,6 @@ __all__ = ["Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "make_p
 
 NARROW = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32")}
 """Plain forms that hold a format without loss, best first; every other format is decoded to f32."""
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """The largest step and the cache: tokens, sequences and sampled rows per step; context: tokens of one sequence; num_blocks
-    cache blocks of block_size tokens; num_slots: sequences with fixed-size state."""
-
-    max_tokens: int
-    max_sequences: int
-    max_rows: int
-    context: int
-    block_size: int
-    num_blocks: int
-
-    @property
-    def max_blocks(self) -> int:
-        """Columns of the block table."""
-        return -(-self.context // self.block_size)
-
-    @property
-    def largest(self) -> StepDims:
-        """The biggest step."""
-        return StepDims(self.max_tokens, self.max_sequences, self.max_rows)
-
-    def resolve(self, dim: int | str) -> int:
-        """The largest value of a dimension."""
-        return self.max_blocks if dim == "B" else self.largest.resolve(dim)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value lives on a device. arena: weights | kv | state | scratch | host (memory shared with the engine: step inputs,
-    constants, outputs). offset and nbytes within the arena; shape at its largest; layout: packed form of a weight."""
-
-    arena: str
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...] | None = None
-    layout: PackedLayout | None = None
-    block_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A value that is carried to another device before a segment runs."""
-
-    value: str
-    source: str
-    target: str
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive nodes on one device, after these copies."""
-
-    device: str
-    nodes: tuple[int, ...]
-    copies: tuple[Copy, ...]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Who runs a node, and why not the device that was asked."""
-
-    node: int
-    device: str
-    impl: str
-    reason: str = ""
-
-
-@dataclass
-class Plan:
-    """Everything the executor needs. places: (device, value name) -> Place; arenas: (device, arena) -> bytes."""
-
-    graph: Graph
-    limits: StepLimits
-    devices: tuple[str, ...]
-    segments: list[Segment] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    places: dict[tuple[str, str], Place] = field(default_factory=dict)
-    arenas: dict[tuple[str, str], int] = field(default_factory=dict)
-    sample_on_host: bool = True
-
-    @property
-    def fallbacks(self) -> list[Decision]:
-        """Nodes that left the device they were placed on."""
-        return [d for d in self.decisions if d.reason]
-
-    def total_bytes(self, arena: str) -> int:
-        """Bytes of one kind over all devices."""
-        return sum(size for (_, name), size in self.arenas.items() if name == arena)
-
-    def bytes_per_token(self) -> int:
-        """Weight bytes that one decode step of one sequence reads: every weight that a node other than `embed` uses, once."""
-        used = set()
-        for decision in self.decisions:
-            node = self.graph.nodes[decision.node]
-            names = node.inputs[:1] if node.op == "embed" else node.inputs
-            used |= {(decision.device, n) for n in names if n is not None and self.graph.values[n].kind == "weight"}
-        return sum(self.places[key].nbytes for key in used)
-
-    def copy_bytes_per_token(self) -> int:
-        """Bytes that cross devices for one token."""
-        total = 0
-        for copy in (c for s in self.segments for c in s.copies):
-            value = self.graph.values[copy.value]
-            row = value.shape[1:] if value.shape and isinstance(value.shape[0], str) else value.shape
-            total += plain_bytes([int(d) for d in row], value.dtype)
-        return total
 
 
 def make_plan(
@@ -150,8 +40,12 @@ def make_plan(
 
     backends: device name -> open backend; the placement's devices first, then the ones that may take what those cannot run, in
     order (`cpu_avx`, `ref`). fallback: a policy of `placement.FALLBACK_POLICIES`; "error" raises UnsupportedError listing every
-    op that would leave its device. Also raises UnsupportedError if nobody runs an op.
+    op that would leave its device. Also raises UnsupportedError if nobody runs an op, UsageError for a placement on a device that
+    is not open.
     """
+    closed = [name for name in placement.names() if name not in backends]
+    if closed:
+        raise UsageError(f"the placement names device '{closed[0]}', which is not open", fix=f"open: {', '.join(backends)}")
     return _Planner(graph, weights, sources, backends, placement, limits, fallback).run()
 
 
@@ -172,10 +66,12 @@ class _Planner:
         self.plan = Plan(graph, limits, tuple(backends))
 
     def run(self) -> Plan:
-        wanted = self._decompose(self.placement.assign(self.graph))
+        devices = self.placement.assign(self.graph)
+        self.graph, wanted = decompose(self.graph, devices, lambda node, device: isinstance(self._ask(node, device), Yes))
         self.plan.graph = self.graph
-        for index, (node, device) in enumerate(zip(self.graph.nodes, wanted, strict=True)):
-            self._decide(index, node, device)
+        for group in self._groups():
+            self.plan.decisions += self._decide(group, wanted[group[-1]])  # of state: where it is read
+        self.plan.decisions.sort(key=lambda d: d.node)
         self._check_policy(wanted)
         self._cut_segments()
         self._place_weights_and_state()
@@ -184,72 +80,67 @@ class _Planner:
 
     # who runs what --------------------------------------------------------------------------------------------------
 
-    def _decompose(self, wanted: Sequence[str]) -> list[str]:
-        """Rewrites extended ops that their device does not have into core ops; returns the devices of the new node list."""
-        nodes: list[Node] = []
-        devices: list[str] = []
-        values = dict(self.graph.values)
-        for index, (node, device) in enumerate(zip(self.graph.nodes, wanted, strict=True)):
-            spec = CATALOGUE[node.op]
-            if spec.decompose is None or isinstance(self._ask(node, device), Yes):
-                nodes.append(node)
-                devices.append(device)
-                continue
-            builder = GraphBuilder(f"{self.graph.name}.{index}")
-            builder.graph.values = {n: values[n] for n in node.inputs if n is not None}
-            result = spec.decompose(builder, [None if n is None else values[n] for n in node.inputs], node.attrs)
-            names = {result.name: node.outputs[0]}
-            for value in builder.graph.values.values():
-                if value.kind == "temp" and value.name not in names and value.name not in values:
-                    names[value.name] = f"{node.outputs[0]}/{value.name}"
-            for value in builder.graph.values.values():
-                values.setdefault(names.get(value.name, value.name), replace(value, name=names.get(value.name, value.name)))
-            for made in builder.graph.nodes:
-                inputs = tuple(None if n is None else names.get(n, n) for n in made.inputs)
-                outputs = tuple(names.get(n, n) for n in made.outputs)
-                nodes.append(replace(made, inputs=inputs, outputs=outputs, tags=node.tags))
-                devices.append(device)
-        self.graph = Graph(self.graph.name, values, nodes, list(self.graph.outputs))
-        self.graph.verify()
-        return devices
-
     def _ask(self, node: Node, device: str, assume: Mapping[str, str] | None = None) -> Yes | No:
         """The device's answer for a node; `assume` fixes the dtype of some operands (value name -> dtype)."""
         spec = CATALOGUE[node.op]
         if spec.since > OPSET:
             return No(f"op '{node.op}' is of opset {spec.since}")
-        dtypes, shapes = [], []
-        for name in node.inputs:
-            value = None if name is None else self.graph.values[name]
-            known = None if assume is None or name is None else assume.get(name)
-            dtypes.append(None if value is None else known or self._dtype(value, device))
-            shapes.append(None if value is None else value.shape)
-        attrs = {k: v for k, v in node.attrs.items() if v != spec.attrs[k].default}
+        assume = assume or {}
+        values = [None if n is None else self.graph.values[n] for n in node.inputs]
         limits = self.limits
-        dims = {
-            "T": (0, limits.max_tokens),
-            "S": (0, limits.max_sequences),
-            "R": (0, limits.max_rows),
-            "ctx": (0, limits.context),
-            "block_size": (limits.block_size, limits.block_size),
-        }
-        return self.backends[device].supports(OpQuery(node.op, tuple(dtypes), tuple(shapes), dims, attrs))
+        query = OpQuery(
+            node.op,
+            dtypes=tuple(None if v is None else assume.get(v.name) or self._dtype(v, device, assume) for v in values),
+            shapes=tuple(None if v is None else v.shape for v in values),
+            dims={
+                "T": (0, limits.max_tokens),
+                "S": (0, limits.max_sequences),
+                "R": (0, limits.max_rows),
+                "B": (0, limits.max_blocks),
+                "ctx": (0, limits.context),
+                "block_size": (limits.block_size, limits.block_size),
+            },
+            attrs={k: v for k, v in node.attrs.items() if v != spec.attrs[k].default},
+            specs=tuple(None if v is None else v.spec for v in values),
+        )
+        return self.backends[device].supports(query)
 
-    def _decide(self, index: int, node: Node, wanted: str) -> None:
-        reasons: list[str] = []
+    def _groups(self) -> list[list[int]]:
+        """Nodes that must run on one device: those that use the same state, which exists once; every other node alone."""
+        group = list(range(len(self.graph.nodes)))
+        first: dict[str, int] = {}  # state -> a node that uses it
+        for index, node in enumerate(self.graph.nodes):
+            for name in node.inputs:
+                if name is not None and self.graph.values[name].kind == "state":
+                    target, source = group[first.setdefault(name, index)], group[index]
+                    group = [target if g == source else g for g in group]
+        members: dict[int, list[int]] = {}
+        for index, g in enumerate(group):
+            members.setdefault(g, []).append(index)
+        return list(members.values())
+
+    def _decide(self, group: Sequence[int], wanted: str) -> list[Decision]:
+        """Who runs the nodes of a group: the first device, from the wanted one on, that runs all of them."""
+        nodes = [self.graph.nodes[i] for i in group]
+        if nodes[0].op == "sample":
+            return [Decision(group[0], wanted, HOST)]
+        refused: dict[int, list[str]] = {i: [] for i in group}
         for device in dict.fromkeys([wanted, *self.backends]):
-            answer = self._ask(node, device)
-            if isinstance(answer, Yes):
-                reason = "" if device == wanted else "; ".join(reasons)
-                if node.op == "sample":
-                    self.plan.sample_on_host, reason = device != wanted, ""
-                self.plan.decisions.append(Decision(index, device, answer.impl, reason))
-                return
-            reasons.append(f"{device}: {answer.reason}")
-        if node.op == "sample":  # the host samples from downloaded logits
-            self.plan.decisions.append(Decision(index, wanted, "host"))
-            return
-        raise UnsupportedError(f"no backend runs op '{node.op}' of this model", why="; ".join(reasons))
+            answers = [self._ask(node, device) for node in nodes]
+            if all(isinstance(a, Yes) for a in answers):
+                return [
+                    Decision(i, device, a.impl, "" if device == wanted else "; ".join(refused[i]), a.workspace)
+                    for i, a in zip(group, answers, strict=True)
+                    if isinstance(a, Yes)
+                ]
+            op, why = next((node.op, a.reason) for node, a in zip(nodes, answers, strict=True) if isinstance(a, No))
+            for i, a in zip(group, answers, strict=True):
+                refused[i].append(f"{device}: {a.reason if isinstance(a, No) else f'its state is also that of {op}: {why}'}")
+        ops = ", ".join(f"'{op}'" for op in dict.fromkeys(n.op for n in nodes))
+        raise UnsupportedError(
+            f"no backend runs op {ops} of this model",
+            why="; ".join(dict.fromkeys(reason for node in refused.values() for reason in node)),
+        )
 
     def _check_policy(self, wanted: Sequence[str]) -> None:
         left = self.plan.fallbacks
@@ -281,20 +172,20 @@ class _Planner:
         shape = [int(d) for d in value.shape]
         return self.backends[device].pack_layout(shape, self._source_format(value), self._uses(value.name))
 
-    def _dtype(self, value: Value, device: str) -> str:
+    def _dtype(self, value: Value, device: str, assume: Mapping[str, str]) -> str:
         """What an operand looks like on this device: a weight's format where it is packed, else the plain form it takes."""
         if value.kind != "weight" or value.dtype != "any":
             return value.dtype
         format = self._source_format(value)
         if self._layout(value, device) is not None:
             return format
-        return self._plain_format(format, value, device)
+        return self._plain_format(format, value, device, assume)
 
-    def _plain_format(self, format: str, value: Value, device: str) -> str:
+    def _plain_format(self, format: str, value: Value, device: str, assume: Mapping[str, str]) -> str:
         """The narrowest plain form without loss that every node which uses the weight takes on this device."""
         users = [n for n in self.graph.nodes if value.name in n.inputs]
         for choice in NARROW.get(FORMATS[format].lossless, ("f32",)):
-            if all(isinstance(self._ask(node, device, {value.name: choice}), Yes) for node in users):
+            if all(isinstance(self._ask(node, device, {**assume, value.name: choice}), Yes) for node in users):
                 return choice
         return "f32"
 
@@ -303,8 +194,7 @@ class _Planner:
     def _cut_segments(self) -> None:
         runs: list[tuple[str, list[int]]] = []
         for decision in self.plan.decisions:
-            if self.graph.nodes[decision.node].op == "sample" and (self.plan.sample_on_host or decision.impl == "host"):
-                self.plan.sample_on_host = True
+            if decision.impl == HOST:
                 continue
             if not runs or runs[-1][0] != decision.device:
                 runs.append((decision.device, []))
@@ -329,12 +219,15 @@ class _Planner:
         key = (device, value.name)
         if key in self.plan.places:
             return
-        align = self.backends[device].limits.alignment
-        offset = self.plan.arenas.get((device, arena), 0)
+        limits = self.backends[device].limits
+        size = -(-nbytes // limits.alignment) * limits.alignment
+        sizes = self.plan.arenas.setdefault((device, arena), [0])
+        if limits.max_alloc is not None and sizes[-1] and sizes[-1] + size > limits.max_alloc:
+            sizes.append(0)
         shape = tuple(self.limits.resolve(d) for d in value.shape)
-        place = Place(arena, offset, nbytes, shape, str(fields.pop("dtype", value.dtype)), **fields)  # type: ignore[arg-type]
-        self.plan.places[key] = place
-        self.plan.arenas[(device, arena)] = offset + -(-nbytes // align) * align
+        dtype, chunk = str(fields.pop("dtype", value.dtype)), len(sizes) - 1
+        self.plan.places[key] = Place(arena, sizes[-1], nbytes, shape, dtype, chunk=chunk, **fields)  # type: ignore[arg-type]
+        sizes[-1] += size
 
     def _place_weights_and_state(self) -> None:
         for segment in self.plan.segments:
@@ -346,7 +239,7 @@ class _Planner:
                     value = self.graph.base(name)
                     if value.kind == "weight":
                         layout = self._layout(value, segment.device)
-                        dtype = self._dtype(value, segment.device)
+                        dtype = self._dtype(value, segment.device, {})
                         size = layout.nbytes if layout else plain_bytes([int(d) for d in value.shape], dtype)
                         self._add(segment.device, value, "weights", size, dtype=dtype, layout=layout)
                     elif isinstance(value.spec, KVSpec):
@@ -377,7 +270,10 @@ class _Planner:
                 shape = tuple(self.limits.resolve(d) for d in value.shape)
                 self.plan.places[(device, life.name)] = Place("scratch", offsets[life.name], life.nbytes, shape, value.dtype)
             if total:
-                self.plan.arenas[(device, "scratch")] = total
+                self.plan.arenas[(device, "scratch")] = [total]
+            workspace = max((d.workspace for d in self.plan.decisions if d.device == device), default=0)
+            if workspace:
+                self.plan.arenas[(device, "workspace")] = [workspace]
 
     def _spans(self, device: str) -> dict[str, tuple[int, int]]:
         """First and last node at which a temporary is in use on a device; a copy counts as a use at the segment it precedes."""

@@ -63,8 +63,7 @@ class WeightRef:
 
     source: name in the file. expert: index into axis 0 of a stacked 3-D tensor. rows: [start, stop) of axis 0, a view also
     for quantised formats. row_index: a gather of axis 0 (rows permuted or interleaved; copies). add: constant added in f32
-    (norms stored minus one). optional: absent in the file means absent in the graph. The result must have the shape that
-    the graph declares.
+    (norms stored minus one). The result must have the shape that the graph declares.
     """
 
     source: str
@@ -72,7 +71,6 @@ class WeightRef:
     rows: tuple[int, int] | None = None
     row_index: tuple[int, ...] | None = None
     add: float = 0.0
-    optional: bool = False
 
     def resolve(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """The tensor for graph weight `name` of `shape`. Raises ModelFileError if it is missing or has another shape."""

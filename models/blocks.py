@@ -63,7 +63,7 @@ def head(g: GraphBuilder, c: DecoderConfig, x: Value, table: Value) -> tuple[Val
     w = table if c.tie_word_embeddings else g.weight("lm_head.weight", (c.vocab_size, c.hidden_size))
     logits = _scaled(g, g.linear(x, w), c.logit_multiplier)
     if c.final_softcap:
-        logits = g.op("softcap", logits, cap=c.final_softcap)[0]
+        logits = g.softcap(logits, c.final_softcap)
     return logits, g.sample(logits)
 
 

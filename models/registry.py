@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..core.errors import ModelFileError, UnsupportedError
@@ -179,7 +180,7 @@ def _prefixes(family: Family, sources: Mapping[str, TensorSource]) -> tuple[str,
 def _renamed(ref: WeightRef, prefix: str, head_prefix: str) -> WeightRef:
     if prefix and prefix != "model.":
         source = prefix + ref.source[6:] if ref.source.startswith("model.") else head_prefix + ref.source
-        return WeightRef(source, ref.expert, ref.rows, ref.row_index, ref.add, ref.optional)
+        return replace(ref, source=source)
     return ref
 
 

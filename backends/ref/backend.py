@@ -99,47 +99,55 @@ class RefBackend(Backend):
 
     # operands -------------------------------------------------------------------------------------------------------
 
-    def read(self, t: Tensor) -> np.ndarray:
-        """An operand as an array of its shape: a view of this backend's memory, else a downloaded copy."""
+    def read(self, t: Tensor, stream: Stream) -> np.ndarray:
+        """An operand as an array of its shape: a view of this backend's memory, else a copy that is downloaded after all that the
+        stream was given before."""
         dtype = NUMPY[t.dtype]
         strides = t.strides or _contiguous(t.shape)
         if 0 in t.shape:
             return np.zeros(t.shape, dtype)
         span = (1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))) * dtype.itemsize
-        raw = self._bytes(t.buffer, t.offset, span)
+        raw = self._bytes(t.buffer, t.offset, span, stream)
         return np.lib.stride_tricks.as_strided(raw.view(dtype), t.shape, [s * dtype.itemsize for s in strides])
 
-    def write(self, t: Tensor, values: np.ndarray) -> None:
+    def write(self, t: Tensor, values: np.ndarray, stream: Stream) -> None:
         """Stores a result. Contiguous tensors of a device are uploaded; strided ones are read, changed and uploaded."""
         if 0 in t.shape:
             return
         if isinstance(t.buffer.handle, np.ndarray):
-            self.read(t)[...] = values
+            self.read(t, stream)[...] = values
             return
         dtype = NUMPY[t.dtype]
         strides = t.strides or _contiguous(t.shape)
         span = (1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))) * dtype.itemsize
-        raw = self._bytes(t.buffer, t.offset, span) if t.strides else np.empty(span, np.uint8)
+        raw = self._bytes(t.buffer, t.offset, span, stream) if t.strides else np.empty(span, np.uint8)
         np.lib.stride_tricks.as_strided(raw.view(dtype), t.shape, [s * dtype.itemsize for s in strides])[...] = values
-        self.upload(t.buffer, t.offset, memoryview(raw), Stream())
+        self._put(t.buffer, t.offset, raw, stream)
 
-    def _bytes(self, buffer: Buffer, offset: int, nbytes: int) -> np.ndarray:
+    def _read_all(self, stream: Stream, *operands: Tensor | None) -> list[Any]:
+        """Each operand as an array, None where it is absent."""
+        return [None if t is None else self.read(t, stream) for t in operands]
+
+    def _bytes(self, buffer: Buffer, offset: int, nbytes: int, stream: Stream) -> np.ndarray:
         if isinstance(buffer.handle, np.ndarray):
             return buffer.handle[offset : offset + nbytes]
         raw = np.empty(nbytes, np.uint8)
-        stream = self.new_stream()
         self.download(memoryview(raw), buffer, offset, stream)
         stream.synchronize()
         return raw
 
-    def _block(self, cache: Tensor, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _put(self, buffer: Buffer, offset: int, raw: np.ndarray, stream: Stream) -> None:
+        self.upload(buffer, offset, memoryview(raw), stream)
+        stream.synchronize()  # raw ends here
+
+    def _block(self, cache: Tensor, block: int, stream: Stream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One cache block: (raw bytes, keys [K, block_size, Dk], values [K, block_size, Dv])."""
         spec = cache.spec
         if not isinstance(spec, KVSpec):
             raise TypeError("attention and kv_write need a key/value cache")
         if not 0 <= block < cache.num_blocks:
             raise IndexError(f"cache block {block} is outside of 0…{cache.num_blocks - 1}")
-        raw = self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes)
+        raw = self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes, stream)
         values = raw.view(np.float32)
         size = spec.num_kv_heads * cache.block_size * spec.key_dim
         keys = values[:size].reshape(spec.num_kv_heads, cache.block_size, spec.key_dim)
@@ -149,42 +157,44 @@ class RefBackend(Backend):
     # ops ------------------------------------------------------------------------------------------------------------
 
     def _op_embed(self, ids: Tensor, table: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        self.write(out, ops.embed(self.read(ids), self.read(table)))
+        self.write(out, ops.embed(*self._read_all(stream, ids, table)), stream)
 
     def _op_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        self.write(out, ops.linear(self.read(x), self.read(weight), None if bias is None else self.read(bias)))
+        self.write(out, ops.linear(*self._read_all(stream, x, weight, bias)), stream)
 
     def _op_matmul(self, a: Tensor, b: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        self.write(out, ops.matmul(self.read(a), self.read(b)))
+        self.write(out, ops.matmul(*self._read_all(stream, a, b)), stream)
 
     def _op_rms_norm(self, x: Tensor, weight: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, eps: float) -> None:
-        self.write(out, ops.rms_norm(self.read(x), None if weight is None else self.read(weight), eps))
+        rows, w = self._read_all(stream, x, weight)
+        self.write(out, ops.rms_norm(rows, w, eps), stream)
 
     def _op_layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, eps: float
     ) -> None:
-        w, b = (None if t is None else self.read(t) for t in (weight, bias))
-        self.write(out, ops.layer_norm(self.read(x), w, b, eps))
+        rows, w, b = self._read_all(stream, x, weight, bias)
+        self.write(out, ops.layer_norm(rows, w, b, eps), stream)
 
     def _op_rope(
         self, x: Tensor, positions: Tensor, inv_freq: Tensor, *, out: Tensor, stream: Stream, ws: Any, style: str, factor: float
     ) -> None:
-        self.write(out, ops.rope(self.read(x), self.read(positions), self.read(inv_freq), style, factor))
+        heads, where, freq = self._read_all(stream, x, positions, inv_freq)
+        self.write(out, ops.rope(heads, where, freq, style, factor), stream)
 
     def _op_kv_write(
         self, cache: Tensor, key: Tensor, value: Tensor | None, slots: Tensor, *, out: Any, stream: Stream, ws: Any
     ) -> None:
-        keys, values = self.read(key), None if value is None else self.read(value)
-        for t, slot in enumerate(self.read(slots).tolist()):
+        keys, values, where = self._read_all(stream, key, value, slots)
+        for t, slot in enumerate(where.tolist()):
             if slot < 0:
                 continue
             block, offset = divmod(slot, cache.block_size)
-            raw, k, v = self._block(cache, block)
+            raw, k, v = self._block(cache, block, stream)
             k[:, offset] = keys[t]
             if values is not None:
                 v[:, offset] = values[t]
             if not isinstance(cache.buffer.handle, np.ndarray):
-                self.upload(cache.buffer, cache.offset + block * cache.block_bytes, memoryview(raw), stream)
+                self._put(cache.buffer, cache.offset + block * cache.block_bytes, raw, stream)
 
     def _op_attention(
         self,
@@ -204,48 +214,52 @@ class RefBackend(Backend):
         value_dim: int,
         **attrs: Any,
     ) -> None:
-        q, where, starts = self.read(query), self.read(positions).tolist(), self.read(query_start).tolist()
-        prefix = [0] * len(starts) if prefix_len is None else self.read(prefix_len).tolist()
-        extra: dict[str, Any] = {"sinks": None if sinks is None else self.read(sinks), "slopes": None if alibi_slopes is None else self.read(alibi_slopes)}
+        q, where, starts, lengths, table = self._read_all(stream, query, positions, query_start, context_len, block_table)
+        attrs["sinks"], attrs["slopes"], prefix = self._read_all(stream, sinks, alibi_slopes, prefix_len)
         result = np.zeros(out.shape, np.float32)
-        for s, length in enumerate(self.read(context_len).tolist()):
-            rows = range(starts[s], starts[s + 1])
+        for s, length in enumerate(lengths.tolist()):
+            rows = range(int(starts[s]), int(starts[s + 1]))
             if not rows or not length:
                 continue
-            keys, values = self._gather(cache, self.read(block_table)[s], length, value_dim)
+            keys, values = self._gather(cache, table[s], length, value_dim, stream)
             for t in rows:
-                result[t] = ops.attention(q[t], keys, values, where[t], prefix_len=prefix[s], **attrs, **extra)
-        self.write(out, result)
+                seen = 0 if prefix is None else int(prefix[s])
+                result[t] = ops.attention(q[t], keys, values, int(where[t]), prefix_len=seen, **attrs)
+        self.write(out, result, stream)
 
-    def _gather(self, cache: Tensor, table: np.ndarray, length: int, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def _gather(
+        self, cache: Tensor, table: np.ndarray, length: int, value_dim: int, stream: Stream
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Keys [n, K, Dk] and values [n, K, Dv] of one sequence, in order."""
-        blocks = [self._block(cache, b) for b in table[: -(-length // cache.block_size)].tolist()]
+        blocks = [self._block(cache, b, stream) for b in table[: -(-length // cache.block_size)].tolist()]
         keys = np.concatenate([k for _, k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
         if value_dim:
             return keys, keys[..., :value_dim]
         return keys, np.concatenate([v for _, _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
 
     def _op_act_mul(self, gate: Tensor, up: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
-        self.write(out, ops.act_mul(self.read(gate), None if up is None else self.read(up), kind))
+        g, u = self._read_all(stream, gate, up)
+        self.write(out, ops.act_mul(g, u, kind), stream)
 
     def _op_add(self, x: Tensor, y: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        self.write(out, self.read(x) + self.read(y))
+        self.write(out, self.read(x, stream) + self.read(y, stream), stream)
 
     def _op_mul(self, x: Tensor, y: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        a, b = self.read(x), self.read(y)
+        a, b = self._read_all(stream, x, y)
         per_row = b.ndim == 2 and b.shape != a.shape  # [T, 1]
-        self.write(out, a * (b.reshape(-1, *[1] * (a.ndim - 1)) if per_row else b))
+        self.write(out, a * (b.reshape(-1, *[1] * (a.ndim - 1)) if per_row else b), stream)
 
     def _op_softmax(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
-        self.write(out, ops.softmax(self.read(x)))
+        self.write(out, ops.softmax(self.read(x, stream)), stream)
 
     def _op_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, group: int) -> None:
-        codes, scales = ops.quantize(self.read(x), group)
-        self.write(out[0], codes)
-        self.write(out[1], scales)
+        codes, scales = ops.quantize(self.read(x, stream), group)
+        self.write(out[0], codes, stream)
+        self.write(out[1], scales, stream)
 
     def _op_dequantize(self, codes: Tensor, scales: Tensor, *, out: Tensor, stream: Stream, ws: Any, group: int) -> None:
-        self.write(out, ops.dequantize(self.read(codes), self.read(scales), group))
+        q, s = self._read_all(stream, codes, scales)
+        self.write(out, ops.dequantize(q, s, group), stream)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -90,3 +90,34 @@ def test_tags_nest_and_constants_must_agree():
     g.const("c", np.ones(2))
     with pytest.raises(ShapeError, match="different contents"):
         g.const("c", np.zeros(2))
+
+
+def test_attention_and_kv_write_need_a_cache_and_only_the_values_that_it_holds():
+    g, x = builder()
+    heads = g.view(x, ("T", 2, 4))
+    cache, latent = g.kv_cache("kv.0", 2, 4, 4), g.kv_cache("kv.1", 2, 4, 0)
+    with pytest.raises(ShapeError, match="'attention' needs a key/value cache"):
+        g.attention(heads, x, scale=0.5)
+    with pytest.raises(ShapeError, match="'kv_write' needs a key/value cache"):
+        g.kv_write(g.slot_state("s", (4,)), heads, heads)
+    with pytest.raises(ShapeError, match="'kv_write' needs key and value"):
+        g.kv_write(latent, heads, heads)
+    with pytest.raises(ShapeError, match="only where the cache holds no values"):
+        g.attention(heads, cache, scale=0.5, value_dim=4)
+    g.kv_write(latent, heads, None)
+    step = [g.input(n) for n in ("positions", "query_start", "context_len", "block_table")]
+    with pytest.raises(ShapeError, match="prefix_len with mask 'prefix'"):
+        g.op("attention", heads, cache, *step, scale=0.5, mask="prefix")
+
+
+def test_outputs_are_made_by_nodes_and_weights_have_no_views():
+    g, x = builder()
+    with pytest.raises(ShapeError, match="'embed' \\(weight\\) has no views"):
+        g.slice(g.weight("embed", (32, 8)), 0, 4)
+    for wrong in (g.slice(x, 0, 4), g.input("ids")):
+        with pytest.raises(ShapeError, match="is not made by a node"):
+            g.build(wrong)
+    graph = g.build(g.add(x, x))
+    graph.nodes.append(graph.nodes[-1])
+    with pytest.raises(ShapeError, match="exists already"):
+        graph.verify()

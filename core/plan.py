@@ -1,0 +1,129 @@
+"""The plan as data: what the planner decides, the loader fills, the executor runs and `fastllm plan` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .backend import PackedLayout, StepDims, plain_bytes
+from .graph import Graph
+
+__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits"]
+
+HOST = "host"
+"""Who runs `sample`: the executor itself, from downloaded logits. Its adjustments and masks have no bound that a device could
+reserve memory for, and two implementations of the draw would have to agree bit for bit."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step and the cache: tokens, sequences and sampled rows per step; context: tokens of one sequence; num_blocks
+    cache blocks of block_size tokens. State of fixed size has a slot for each sequence of a step."""
+
+    max_tokens: int
+    max_sequences: int
+    max_rows: int
+    context: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Columns of the block table."""
+        return -(-self.context // self.block_size)
+
+    @property
+    def largest(self) -> StepDims:
+        """The biggest step."""
+        return StepDims(self.max_tokens, self.max_sequences, self.max_rows)
+
+    def resolve(self, dim: int | str) -> int:
+        """The largest value of a dimension."""
+        return self.max_blocks if dim == "B" else self.largest.resolve(dim)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lives on a device. arena: weights | kv | state | scratch | host (memory shared with the engine: step inputs,
+    constants, outputs). chunk: which of the arena's buffers; offset and nbytes within it; shape at its largest; layout: packed
+    form of a weight."""
+
+    arena: str
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    layout: PackedLayout | None = None
+    block_bytes: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A value that is carried to another device before a segment runs."""
+
+    value: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive nodes on one device, after these copies."""
+
+    device: str
+    nodes: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who runs a node (impl: its name in `Backend.ops()`, or HOST), why not the device that was asked, and the bytes of workspace
+    that it needs there."""
+
+    node: int
+    device: str
+    impl: str
+    reason: str = ""
+    workspace: int = 0
+
+
+@dataclass
+class Plan:
+    """Everything the executor needs. places: (device, value name) -> Place; arenas: (device, arena) -> bytes of its buffers, more
+    than one where the device limits a buffer's size. The arena "workspace" is shared by all nodes of its device."""
+
+    graph: Graph
+    limits: StepLimits
+    devices: tuple[str, ...]
+    segments: list[Segment] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    places: dict[tuple[str, str], Place] = field(default_factory=dict)
+    arenas: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    @property
+    def fallbacks(self) -> list[Decision]:
+        """Nodes that left the device they were placed on."""
+        return [d for d in self.decisions if d.reason]
+
+    def total_bytes(self, arena: str) -> int:
+        """Bytes of one kind over all devices."""
+        return sum(sum(sizes) for (_, name), sizes in self.arenas.items() if name == arena)
+
+    def bytes_per_token(self) -> int:
+        """Weight bytes that one decode step of one sequence reads: every weight that a node other than `embed` uses, once."""
+        used = set()
+        for decision in self.decisions:
+            node = self.graph.nodes[decision.node]
+            names = node.inputs[:1] if node.op == "embed" else node.inputs
+            used |= {(decision.device, n) for n in names if n is not None and self.graph.values[n].kind == "weight"}
+        return sum(self.places[key].nbytes for key in used)
+
+    def copy_bytes_per_token(self) -> int:
+        """Bytes that cross devices for one token."""
+        total = 0
+        for copy in (c for s in self.segments for c in s.copies):
+            value = self.graph.values[copy.value]
+            row = value.shape[1:] if value.shape and isinstance(value.shape[0], str) else value.shape
+            total += plain_bytes([int(d) for d in row], value.dtype)
+        return total
