@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from .errors import Cancelled, EngineError, FastLLMError, QueueFull, UsageError
+from .errors import Cancelled, EngineError, FastLLMError, OutOfMemory, QueueFull, UsageError
 from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
 from .request import Request, RequestHandle, TokenEvent, check_request
@@ -63,6 +63,7 @@ class Engine:
         if max_queue < 1:
             raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="max_queue=256")
         self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
+        self._vocab_size = runner.vocab_size  # `submit` must be able to refuse after the runner is closed
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
@@ -85,7 +86,7 @@ class Engine:
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise EngineError(f"the engine's thread cannot start: {error}", fix="raise the limit of processes (ulimit -u)") from error
+            raise EngineError(f"the engine's thread cannot start: {error}", fix="raise the limits of processes and memory (ulimit -u, -v)") from error
         atexit.register(self._at_exit)
 
     # any thread -------------------------------------------------------------------------------------------------------
@@ -104,10 +105,10 @@ class Engine:
                 "this engine belongs to another process: its thread does not survive a fork",
                 fix="load the model in the process that uses it, or start processes with the method 'spawn'",
             )
-        prompt = check_request(request, self._runner.vocab_size, self.max_context)
+        prompt = check_request(request, self._vocab_size, self.max_context)
         params = request.params.merged_with(BUILT_IN)
         handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event)
-        job = Job(handle, prompt, self.max_context - len(prompt), self._runner.vocab_size, next(self._numbers))
+        job = Job(handle, prompt, self.max_context - len(prompt), self._vocab_size, next(self._numbers))
         with self._wake:
             if self._broken is not None:
                 raise _again(self._broken, f"the engine is unhealthy: {self._broken.message}")
@@ -161,8 +162,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Cancels what runs and waits, ends the thread and closes the runner. May be called twice, and from `on_event`. Raises what
-        closing the runner raised."""
+        """Cancels what runs and waits, ends the thread and closes the runner. May be called twice, and from `on_event`. Raises a
+        FastLLMError if closing the runner failed."""
         if os.getpid() != self._pid:
             return  # a forked child has neither the thread nor a right to the parent's memory
         with self._wake:
@@ -258,7 +259,7 @@ class Engine:
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
-            step.batch.sampler = build_rows(self._sampler_states(step), self._runner.vocab_size)
+            step.batch.sampler = build_rows(self._sampler_states(step), self._vocab_size)
             result = self._runner.run(step.batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(step.batch.sample_rows):
@@ -312,7 +313,7 @@ class Engine:
             job.handle.timings = job.timings()
         try:
             job.handle.deliver(event)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit and asyncio's CancelledError: the callback's matter, not the engine's
             self._fail_job(job, error)
             return
         if event.finish_reason is not None:
@@ -341,12 +342,10 @@ class Engine:
             self._request_s += 0.1 * (time.monotonic() - job.started_at - self._request_s)
         job.handle.finish(error, job.timings())
 
-    def _fail_job(self, job: Job, error: Exception) -> None:
+    def _fail_job(self, job: Job, error: BaseException) -> None:
         self._failed += job.handle in self._jobs
         if not isinstance(error, FastLLMError):
-            name = job.handle.request_id
-            error, cause = EngineError(f"request '{name}' failed: {type(error).__name__}: {error}"), error
-            error.__cause__ = cause
+            error = _typed(error, f"request '{job.handle.request_id}' failed: {_told(error)}")
         self._end_job(job, error)
 
     def _step_failed(self, step: ScheduledStep, error: Exception) -> None:
@@ -354,8 +353,8 @@ class Engine:
         self._failures += 1
         self._progress_at = time.monotonic()
         known = isinstance(error, FastLLMError)
-        text = error.message if isinstance(error, FastLLMError) else f"{type(error).__name__}: {error}"
-        base = error if isinstance(error, FastLLMError) else EngineError(text)
+        text = error.message if isinstance(error, FastLLMError) else _told(error)
+        base = error if isinstance(error, FastLLMError) else _typed(error, text)
         for job in {part.sequence.owner.job: None for part in step.slices}:
             failure = _again(base, f"request '{job.handle.request_id}': a step failed: {text}")
             failure.__cause__ = error.__cause__ if known else error
@@ -373,7 +372,7 @@ class Engine:
         with self._wake:
             self._closing = True
             if defect is not None:
-                self._broken = EngineError(f"the engine ended by a defect: {type(defect).__name__}: {defect}")
+                self._broken = EngineError(f"the engine ended by a defect: {_told(defect)}")
                 self._broken.__cause__ = defect
             items, self._inbox = self._inbox, []
         for item in items:
@@ -381,15 +380,33 @@ class Engine:
                 self._jobs[item[0].handle] = item[0]
         for job in tuple(self._jobs.values()):
             name = job.handle.request_id
-            if self._broken is not None:
-                self._fail_job(job, _again(self._broken, f"request '{name}': {self._broken.message}"))
-            else:
-                self._cancelled += 1
-                self._end_job(job, Cancelled(f"request '{name}' was cancelled: the engine was closed"))
+            try:
+                if self._broken is not None:
+                    self._fail_job(job, _again(self._broken, f"request '{name}': {self._broken.message}"))
+                else:
+                    self._cancelled += 1
+                    self._end_job(job, Cancelled(f"request '{name}' was cancelled: the engine was closed"))
+            except BaseException as error:  # a scheduler that a defect left in disorder, no memory for a message: the others go on
+                job.handle.finish(_typed(error, f"request '{name}': the engine ended"), job.handle.timings)
         try:
             self._runner.close()
         except Exception as error:
-            self._close_error = error
+            known = isinstance(error, FastLLMError)
+            self._close_error = error if known else _typed(error, f"closing the model failed: {_told(error)}")
+
+
+def _told(error: BaseException) -> str:
+    """An exception that is not ours, in a message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _typed(error: BaseException, message: str) -> FastLLMError:
+    """An exception that is not ours, as one of ours: OutOfMemory where Python or numpy found no memory, else EngineError."""
+    failure: FastLLMError = EngineError(message)
+    if isinstance(error, MemoryError):
+        failure = OutOfMemory(message, fix="free memory, or raise the limit (ulimit -v, the control group)", kind="host")
+    failure.__cause__ = error
+    return failure
 
 
 def _again(error: FastLLMError, message: str) -> Any:

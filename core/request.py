@@ -240,12 +240,14 @@ class RequestHandle:
     def finish(self, error: FastLLMError | None, timings: Timings) -> None:
         """Marks the end; `on_event` is called with None, and its exceptions are of no more use to anybody."""
         self.error, self.timings = error, timings
-        self._events.put(None)
-        self._ended.set()
+        try:
+            self._events.put(None)
+        finally:
+            self._ended.set()
         if self._on_event is not None:
             try:
                 self._on_event(self, None)
-            except Exception as failure:
+            except BaseException as failure:
                 if self.error is None:
                     self.error = EngineError(f"request '{self.request_id}': on_event raised {type(failure).__name__}: {failure}")
 

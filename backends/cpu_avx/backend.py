@@ -278,8 +278,12 @@ class CpuBackend(Backend):
         return self._compile(sub, source, env.largest)
 
     def _compile(self, nodes: Sequence[Node], source: Any, largest: StepDims) -> NativeProgram:
-        lowered = lower(nodes, source, largest, exact=self._exact, kv_dtype=self._kv_dtype, threads=self.threads)
-        return NativeProgram(self.isa, self._pool, lowered, largest, nodes)
+        try:
+            lowered = lower(nodes, source, largest, exact=self._exact, kv_dtype=self._kv_dtype, threads=self.threads)
+            return NativeProgram(self.isa, self._pool, lowered, largest, nodes)
+        except MemoryError:
+            what = f"a program of {len(nodes)} ops for steps of {largest.T} tokens: the system refuses its memory"
+            raise OutOfMemory(what, who="cpu_avx", fix="lower --prefill-chunk, or raise the memory limit", kind="scratch") from None
 
     # measuring, closing -----------------------------------------------------------------------------------------------
 
