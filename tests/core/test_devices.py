@@ -76,13 +76,26 @@ def test_a_copy_inside_a_device_leaves_nothing_to_do():
 
 def test_a_failed_step_is_waited_for_and_the_next_one_is_right():
     graph, refs, sources = tiny()
-    backends = {"late": LateAccelerator()}
+    backends = {"late": LateAccelerator(lacks=("embed",)), "ref": RefBackend()}
     executor = Executor(make_plan(graph, refs, sources, backends, Placement.on("late"), LIMITS), refs, sources, backends)
     good = executor.run(batch((3, 1, 4))).logits.copy()
-    with pytest.raises(IndexError, match="id 99"):
+    with pytest.raises(IndexError, match="id 99"):  # on the host, while the step's arrays are on their way to the device
         executor.run(batch((99, 1, 4)))
     assert not executor._streams["late"].work
     assert np.array_equal(executor.run(batch((3, 1, 4))).logits, good)
+
+
+@pytest.mark.parametrize("format", ["f32", "f16"])
+def test_a_weight_has_arrived_before_its_host_memory_goes(format):
+    graph, refs, sources = tiny()
+    for name, source in sources.items():
+        values = source.data.view(np.float32).astype({"f32": np.float32, "f16": np.float16}[format])
+        sources[name] = TensorSource(name, source.shape, format, values.view(np.uint8))
+    device, left = LateAccelerator(), []
+    device.new_stream = lambda made=device.new_stream(): made
+    plan = make_plan(graph, refs, sources, {"late": device}, Placement.on("late"), LIMITS)
+    Executor(plan, refs, sources, {"late": device}, lambda *_: left.append(len(device.new_stream().work))).close()
+    assert left == [0] * 5
 
 
 def test_a_step_that_samples_nothing_crosses_devices():
