@@ -114,12 +114,16 @@ class Graph:
             if node.op not in CATALOGUE:
                 raise ShapeError(f"{where}: the catalogue has no op '{node.op}'")
             for name in node.inputs:
-                if name is not None and self.base(name).name not in ready:
+                if name is not None and (name not in self.values or self.base(name).name not in ready):
                     raise ShapeError(f"{where}: input '{name}' is used before it is made")
             spec = CATALOGUE[node.op]
+            if len(node.inputs) != len(spec.inputs):
+                raise ShapeError(f"{where}: {len(node.inputs)} inputs; the op has {', '.join(spec.inputs)}")
             operands = [None if n is None else (self.values[n].shape, self.values[n].dtype) for n in node.inputs]
             specs = [None if n is None else self.values[n].spec for n in node.inputs]
             results = spec.infer(operands, specs, spec.complete_attrs(node.attrs))
+            if len(node.outputs) != len(results) or not set(node.outputs) <= set(self.values):
+                raise ShapeError(f"{where}: outputs {', '.join(node.outputs)}; the op gives {len(results)} of the graph's values")
             for name, (shape, dtype) in zip(node.outputs, results, strict=True):
                 value = self.values[name]
                 if value.shape != shape or value.dtype != dtype:

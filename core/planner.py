@@ -182,12 +182,15 @@ class _Planner:
         return self._plain_format(format, value, device, assume)
 
     def _plain_format(self, format: str, value: Value, device: str, assume: Mapping[str, str]) -> str:
-        """The narrowest plain form without loss that every node which uses the weight takes on this device."""
-        users = [n for n in self.graph.nodes if value.name in n.inputs]
-        for choice in NARROW.get(FORMATS[format].lossless, ("f32",)):
-            if all(isinstance(self._ask(node, device, {**assume, value.name: choice}), Yes) for node in users):
-                return choice
-        return "f32"
+        """The narrowest plain form without loss that every node which uses the weight takes on this device; nodes that the device
+        does not run with f32 have no say."""
+
+        def takes(node: Node, form: str) -> bool:
+            return isinstance(self._ask(node, device, {**assume, value.name: form}), Yes)
+
+        choices = NARROW.get(FORMATS[format].lossless, ("f32",))
+        users = [n for n in self.graph.nodes if value.name in n.inputs and (len(choices) == 1 or takes(n, "f32"))]
+        return next((choice for choice in choices[:-1] if all(takes(n, choice) for n in users)), "f32")
 
     # memory ---------------------------------------------------------------------------------------------------------
 

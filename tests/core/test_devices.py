@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -92,9 +94,10 @@ def test_a_weight_has_arrived_before_its_host_memory_goes(format):
         values = source.data.view(np.float32).astype({"f32": np.float32, "f16": np.float16}[format])
         sources[name] = TensorSource(name, source.shape, format, values.view(np.uint8))
     device, left = LateAccelerator(), []
-    device.new_stream = lambda made=device.new_stream(): made
+    stream = device.new_stream()
+    device.new_stream = lambda: stream
     plan = make_plan(graph, refs, sources, {"late": device}, Placement.on("late"), LIMITS)
-    Executor(plan, refs, sources, {"late": device}, lambda *_: left.append(len(device.new_stream().work))).close()
+    Executor(plan, refs, sources, {"late": device}, lambda *_: left.append(len(stream.work))).close()
     assert left == [0] * 5
 
 
@@ -184,6 +187,21 @@ def test_two_weights_of_one_node_in_the_form_of_the_file():
     weights = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("e", (32, 8)), ("w", (4, 8)), ("b", (4,)))}
     expected = weights["e"][[3, 1, 4]] @ weights["w"].T + weights["b"]
     assert np.allclose(run(graph, weights), expected, atol=1e-5)
+
+
+def test_a_table_is_not_widened_for_a_lookup_that_runs_elsewhere():
+    class Half(Accelerator):
+        def supports(self, q):
+            q = replace(q, dtypes=tuple("f32" if d == "f16" and q.op == "linear" else d for d in q.dtypes))
+            return super().supports(q)
+
+    graph, refs, sources = tiny()
+    for name, source in sources.items():
+        sources[name] = TensorSource(name, source.shape, "f16", source.data.view(np.float32).astype(np.float16).view(np.uint8))
+    backends = {"half": Half(lacks=("embed",)), "ref": RefBackend()}
+    plan = make_plan(graph, refs, sources, backends, Placement.on("half"), LIMITS)
+    forms = {key: plan.places[key].dtype for key in (("half", "embed"), ("ref", "embed"), ("half", "q"))}
+    assert forms == {("half", "embed"): "f16", ("ref", "embed"): "f32", ("half", "q"): "f16"}
 
 
 def test_a_decomposition_never_touches_values_of_the_same_name():

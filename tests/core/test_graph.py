@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -121,3 +123,18 @@ def test_outputs_are_made_by_nodes_and_weights_have_no_views():
     graph.nodes.append(graph.nodes[-1])
     with pytest.raises(ShapeError, match="exists already"):
         graph.verify()
+
+
+def test_verify_names_a_node_with_operands_or_results_that_do_not_exist():
+    g, x = builder()
+    graph = g.build(g.add(x, x))
+    node = graph.nodes[1]
+    for broken, message in (
+        (replace(node, inputs=("nothing", x.name)), "input 'nothing' is used before"),
+        (replace(node, inputs=(x.name,)), "1 inputs; the op has x, y"),
+        (replace(node, outputs=(*node.outputs, "more")), "the op gives 1 of the graph's values"),
+        (replace(node, outputs=("nothing",)), "the op gives 1 of the graph's values"),
+    ):
+        graph.nodes[1] = broken
+        with pytest.raises(ShapeError, match=message):
+            graph.verify()
