@@ -20,7 +20,7 @@
  * f32, f16 and bf16: | k = 0: 32 values | k = 1: 32 values | ... for each strip. Nothing is rounded by packing.
  *
  * ARITHMETIC of block formats. The activations of a row are cut in groups of 32 k (prepare):
- *     amax = max |x|;  sx = amax / 127;  code = round_half_even(x * (127 / amax)), 0 if amax < 2^-100; a group that holds NaN or
+ *     amax = max |x|;  sx = amax / 127;  code = round_half_even(x * (127 / amax)), 0 if amax < 2^-60; a group that holds NaN or
  *     infinity has sx = NaN and codes 0.
  * A weight of group g (16 or 32 k) is (q - zero) * sw (+ mw), with sw and mw exact f32 products of what the file holds. One output:
  *     acc = 0
@@ -29,6 +29,8 @@
  *         acc = fma(round(I * sw), sx, acc)
  *         acc = fma(mw, round(sx * S), acc)   formats with a minimum only;  S = sum of the group's codes
  *     y = acc (+ bias);  with accumulate: y = y + (acc + bias)
+ * What the file holds as halves is a multiple of 2^-24, and a group with codes has sx > 2^-67: all terms are multiples of 2^-149, the
+ * least f32, so that sums below 2^-126 are exact. Baseline's replacement of fma relies on this, and checks it for mxfp4.
  * Every variant gives these bits, for any number of rows, split of strips or split of rows (scales below 2^100 in magnitude).
  * round(I * sw) is computed without a conversion: the bits MAGIC_BITS + I are the float 1.5 * 2^23 + I, and
  * fma(1.5 * 2^23 + I, sw, -1.5 * 2^23 * sw) rounds once, because the last product is exact for scales of up to 21 bits.
@@ -36,7 +38,8 @@
  * ARITHMETIC of f32, f16, bf16, and of all formats in exact mode (f32 activations, weights decoded to f32 as the file says):
  *     acc = 0
  *     for each block of 64 k, ascending:  b = 0;  for k ascending: b = fma(x, w, b);  acc = acc + b
- * The baseline variant has no fused multiply-add and rounds the product here (and only here).
+ * Baseline has no fused multiply-add and rounds the product here, and only here: for block formats and for attention it finds the
+ * same bits through f64 (simd.h, vec.h), which for these sums would cost more than the rest of them.
  */
 #ifndef FL_LAYOUTS_H
 #define FL_LAYOUTS_H

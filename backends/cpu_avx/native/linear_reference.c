@@ -64,7 +64,7 @@ static void quantise(const float *x, int K, int8_t *codes, float *sx) {
             finite &= isfinite(x[k]) != 0;
             if (fabsf(x[k]) > amax) amax = fabsf(x[k]);
         }
-        const float inverse = !finite || amax < 0x1p-100f ? 0.0f : 127.0f / amax;
+        const float inverse = !finite || amax < 0x1p-60f ? 0.0f : 127.0f / amax;
         sx[k0 / 32] = finite ? amax / 127.0f : NAN;
         for (int k = k0; k < k0 + 32; k++) codes[k] = finite ? (int8_t)rintf(x[k] * inverse) : 0;
     }

@@ -3,8 +3,9 @@
  *     vf   FL_LANES f32      vi   FL_LANES i32      vb   FL_LANES x 4 bytes
  *
  * A lane is an output row everywhere in the linear kernels: vf holds one value for each of 8 or 16 rows, vb four consecutive k of
- * each. Three sets of definitions: AVX2 (8 lanes), AVX-512 with VNNI (16 lanes), and plain C for the baseline (8 lanes) and for
- * -DFL_EMULATE, with which the kernels of avx512 and amx run, and are compared bit for bit, on machines without these instructions.
+ * each. Four sets of definitions: AVX-512 with VNNI (16 lanes), AVX2 (8 lanes), SSE4.1 (4 lanes; the baseline of x86-64), and plain C
+ * (8 lanes) for other processors and for -DFL_EMULATE, with which the kernels of avx512 and amx run, and are compared bit for bit, on
+ * machines without these instructions.
  */
 #ifndef FL_SIMD_H
 #define FL_SIMD_H
@@ -20,10 +21,12 @@
 #endif
 #if defined(FL_AVX512) || defined(FL_AMX)
 #define FL_LANES 16
-#else
+#elif defined(FL_AVX2) || !defined(__SSE4_1__) || defined(FL_EMULATE)
 #define FL_LANES 8
+#else
+#define FL_LANES 4
 #endif
-#if !defined(FL_EMULATE) && (defined(FL_AVX2) || defined(FL_AVX512))
+#if defined(__SSE4_1__) && !defined(FL_EMULATE)
 #include <immintrin.h>
 #endif
 
@@ -140,6 +143,103 @@ FL_INLINE vi vi_pairs16(vi a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)
 FL_INLINE vb vb_abs(vb a) { return _mm256_abs_epi8(a); }
 FL_INLINE vb vb_sign(vb x, vb w) { return _mm256_sign_epi8(x, w); }
 
+#elif defined(__SSSE3__) && defined(__SSE4_1__) && !defined(FL_EMULATE)
+/* ---- SSE4.1: the baseline of x86-64; 4 lanes, no fused multiply-add ---------------------------------------------------- */
+#define FL_WIDEN 1
+typedef __m128 vf;
+typedef __m128i vi;
+typedef __m128i vb;
+FL_INLINE vf vf_zero(void) { return _mm_setzero_ps(); }
+FL_INLINE vf vf_set1(float x) { return _mm_set1_ps(x); }
+FL_INLINE vf vf_load(const float *p) { return _mm_loadu_ps(p); }
+FL_INLINE void vf_store(float *p, vf a) { _mm_storeu_ps(p, a); }
+FL_INLINE vf vf_neg(vf a) { return _mm_xor_ps(a, _mm_set1_ps(-0.0f)); }
+FL_INLINE vf vf_add(vf a, vf b) { return _mm_add_ps(a, b); }
+FL_INLINE vf vf_mul(vf a, vf b) { return _mm_mul_ps(a, b); }
+FL_INLINE vf vf_mac(vf a, vf b, vf c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
+FL_INLINE vf vf_ints(vi a) { return _mm_cvtepi32_ps(a); }
+/* Sums that are f32 values but kept as f64, since acc = fma(a, b, acc) takes that way here. The product is exact in f64, and rounding the
+ * sum twice, to f64 and to f32, differs from rounding it once only where the f64 is half way between two f32, that is, where its
+ * low 29 bits are 2^28 (and not even then if the f64 is exact): rare, so those go the long way. Below 2^-126 an f32 has fewer bits;
+ * layouts.h says why sums are exact there, but for mxfp4: `tiny` checks. */
+typedef struct {
+    __m128d low, high;
+} vsum;
+FL_INLINE vsum vsum_of(vf a) { return (vsum){_mm_cvtps_pd(a), _mm_cvtps_pd(_mm_movehl_ps(a, a))}; }
+FL_INLINE vf vsum_float(vsum s) { return _mm_movelh_ps(_mm_cvtpd_ps(s.low), _mm_cvtpd_ps(s.high)); }
+static __attribute__((noinline, cold)) vsum vsum_fma_to_odd(vf a, float b, vsum c) {
+    float x[4], y[4];
+    vf_store(x, a), vf_store(y, vsum_float(c));
+    for (int i = 0; i < 4; i++) y[i] = fl_fma(x[i], b, y[i]);
+    return vsum_of(vf_load(y));
+}
+FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
+    const __m128d factor = _mm_set1_pd((double)b);
+    const vsum x = vsum_of(a);
+    const __m128d low = _mm_add_pd(_mm_mul_pd(x.low, factor), c.low), high = _mm_add_pd(_mm_mul_pd(x.high, factor), c.high);
+    const __m128 tail = _mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88);
+    __m128i odd = _mm_cmpeq_epi32(_mm_slli_epi32(_mm_castps_si128(tail), 3), _mm_set1_epi32(INT32_MIN));
+    const __m128 f = _mm_cvtpd_ps(low), g = _mm_cvtpd_ps(high);
+    if (tiny) {
+        const __m128 magnitude = _mm_andnot_ps(_mm_set1_ps(-0.0f), _mm_movelh_ps(f, g));
+        odd = _mm_or_si128(odd, _mm_castps_si128(_mm_cmple_ps(magnitude, _mm_set1_ps(0x1p-126f))));
+    }
+    if (__builtin_expect(_mm_movemask_epi8(odd), 0)) return vsum_fma_to_odd(a, b, c);
+    return (vsum){_mm_cvtps_pd(f), _mm_cvtps_pd(g)};
+}
+FL_INLINE vf vf_bf16s(const uint8_t *p) {
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p)));
+}
+/* The exponent's bias is moved by a multiplication, which makes denormal halves normal; infinity and NaN are put back. */
+FL_INLINE vf vf_halves(const uint8_t *p) {
+    const __m128i h = _mm_cvtepi16_epi32(_mm_loadl_epi64((const __m128i *)p));
+    const __m128i rest = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
+    const __m128i special = _mm_cmpgt_epi32(rest, _mm_set1_epi32(0x0f7fffff));
+    const __m128 value = _mm_mul_ps(_mm_castsi128_ps(rest), _mm_set1_ps(0x1p112f));
+    const __m128i sign = _mm_and_si128(h, _mm_set1_epi32(INT32_MIN));
+    return _mm_or_ps(_mm_or_ps(value, _mm_castsi128_ps(sign)),
+                     _mm_castsi128_ps(_mm_and_si128(special, _mm_set1_epi32(0x7f800000))));
+}
+FL_INLINE vf vf_bits(vi a) { return _mm_castsi128_ps(a); }
+FL_INLINE vi vi_u8s(const uint8_t *p) { return _mm_cvtepu8_epi32(_mm_cvtsi32_si128(load_i32(p))); }
+FL_INLINE vi vi_i8s(const uint8_t *p) { return _mm_cvtepi8_epi32(_mm_cvtsi32_si128(load_i32(p))); }
+FL_INLINE vi vi_load(const int32_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+FL_INLINE vi vi_set1(int32_t x) { return _mm_set1_epi32(x); }
+/* See the same function above. */
+FL_INLINE vi vi_chained(vi sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+FL_INLINE vi vi_add(vi a, vi b) { return vi_chained(_mm_add_epi32(a, b)); }
+FL_INLINE vi vi_sub(vi a, vi b) { return _mm_sub_epi32(a, b); }
+FL_INLINE vi vi_and(vi a, vi b) { return _mm_and_si128(a, b); }
+FL_INLINE vi vi_shr(vi a, int n) { return _mm_srli_epi32(a, n); }
+FL_INLINE vi vi_shl(vi a, int n) { return _mm_slli_epi32(a, n); }
+FL_INLINE vb vb_load(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+FL_INLINE void vb_store(uint8_t *p, vb a) { _mm_storeu_si128((__m128i *)p, a); }
+FL_INLINE vb vb_set1(uint8_t x) { return _mm_set1_epi8((char)x); }
+FL_INLINE vb vb_and(vb a, vb b) { return _mm_and_si128(a, b); }
+FL_INLINE vb vb_or(vb a, vb b) { return _mm_or_si128(a, b); }
+FL_INLINE vb vb_xor(vb a, vb b) { return _mm_xor_si128(a, b); }
+FL_INLINE vb vb_shr(vb a, int n) { return _mm_srli_epi16(a, n); }
+FL_INLINE vb vb_shl(vb a, int n) { return _mm_slli_epi16(a, n); }
+FL_INLINE vb vb_lookup(const int8_t *table16, vb index) {
+    return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)table16), index);
+}
+FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm_set1_epi32(load_i32(p)); }
+FL_INLINE vi vi_of_bytes(vb a) { return a; }
+FL_INLINE vi dot2_u8i8(vb u, vb s) { return _mm_maddubs_epi16(u, s); }
+FL_INLINE vi vi_add16(vi a, vi b) { return vi_chained(_mm_add_epi16(a, b)); }
+FL_INLINE vi vi_pairs16(vi a) { return _mm_madd_epi16(a, _mm_set1_epi16(1)); }
+FL_INLINE vb vb_abs(vb a) { return _mm_abs_epi8(a); }
+FL_INLINE vb vb_sign(vb x, vb w) { return _mm_sign_epi8(x, w); }
+/* I < 2^22 is exact in f32. A zero may be negative here, which no sum shows: they start at +0, and +0 + -0 = +0. */
+#define FL_SUM_BITS 0
+FL_INLINE vf vf_scaled(vi sum, vf sw, vf msw) {
+    (void)msw;
+    return vf_mul(vf_ints(sum), sw);
+}
+
 #else
 /* ---- plain C ------------------------------------------------------------------------------------------------------------ */
 #define FL_WIDEN 0
@@ -243,7 +343,19 @@ FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) {
 #undef FL_EACH
 #endif
 
-/* round(I * sw) of sums that carry FL_MAGIC_BITS; msw = -FL_MAGIC * sw */
+#ifndef FL_SUM_BITS
+/* round(I * sw) of sums I that are kept as FL_SUM_BITS + I; msw = -FL_MAGIC * sw */
+#define FL_SUM_BITS FL_MAGIC_BITS
 FL_INLINE vf vf_scaled(vi magic_sum, vf sw, vf msw) { return vf_fma(vf_bits(magic_sum), sw, msw); }
+
+/* acc = fma(a, b, acc) with one b for all lanes */
+typedef vf vsum;
+FL_INLINE vsum vsum_of(vf a) { return a; }
+FL_INLINE vf vsum_float(vsum s) { return s; }
+FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
+    (void)tiny;
+    return vf_fma(a, vf_set1(b), c);
+}
+#endif
 
 #endif

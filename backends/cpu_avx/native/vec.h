@@ -1,7 +1,7 @@
 /* Eight f32 lanes, for every variant from one source: GCC vector types, which the compiler maps to the registers it has.
  *
- * Everything but `fma8` and the half conversions is plain vector arithmetic, so its bits are the same in all variants. `fma8` fuses
- * where the variant has the instruction and rounds twice where not: only attention uses it. Sums over lanes have one fixed order.
+ * Everything but `acc8` and the half conversions is plain vector arithmetic, so its bits are the same in all variants. `acc8`, sums of
+ * products for attention, fuses in all of them. Sums over lanes have one fixed order.
  */
 #ifndef FL_VEC_H
 #define FL_VEC_H
@@ -9,8 +9,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "scalar_fma.h"
 #include "variant.h"
-#if defined(__AVX2__)
+#if defined(__SSE4_1__)
 #include <immintrin.h>
 #endif
 
@@ -39,13 +40,60 @@ FL_INLINE f32x8 select8(i32x8 mask, f32x8 yes, f32x8 no) { /* lanes of mask are 
 FL_INLINE f32x8 max8(f32x8 a, f32x8 b) { return select8(a > b, a, b); } /* NaN in either gives b */
 FL_INLINE f32x8 abs8(f32x8 a) { return (f32x8)((i32x8)a & 0x7fffffff); }
 
-FL_INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
+/* Sums acc = fma(x, u, acc), rounded once in every variant. Without the instruction they are kept as f64, where the product is exact:
+ * rounding to f64 and then to f32 differs from rounding once only where the f64 is half way between two f32 (its low 29 bits are 2^28;
+ * those are done again in full), and below 2^-126, which is left as it is. */
 #if defined(__FMA__)
-    return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
+typedef f32x8 acc8;
+FL_INLINE acc8 acc8_of(f32x8 a) { return a; }
+FL_INLINE f32x8 acc8_value(acc8 a) { return a; }
+FL_INLINE acc8 acc8_fma(acc8 c, float x, f32x8 u) { return (f32x8)_mm256_fmadd_ps((__m256)set8(x), (__m256)u, (__m256)c); }
+#elif defined(__SSE4_1__)
+typedef struct {
+    __m128d v[4];
+} acc8;
+typedef union {
+    f32x8 all;
+    __m128 half[2];
+} halves8;
+FL_INLINE acc8 acc8_of(f32x8 a) {
+    halves8 h = {a};
+    return (acc8){{_mm_cvtps_pd(h.half[0]), _mm_cvtps_pd(_mm_movehl_ps(h.half[0], h.half[0])), _mm_cvtps_pd(h.half[1]),
+                   _mm_cvtps_pd(_mm_movehl_ps(h.half[1], h.half[1]))}};
 }
+FL_INLINE f32x8 acc8_value(acc8 a) {
+    halves8 h;
+    for (int i = 0; i < 2; i++) h.half[i] = _mm_movelh_ps(_mm_cvtpd_ps(a.v[2 * i]), _mm_cvtpd_ps(a.v[2 * i + 1]));
+    return h.all;
+}
+static __attribute__((noinline, cold)) acc8 acc8_fma_to_odd(acc8 c, float x, f32x8 u) {
+    f32x8 a = acc8_value(c);
+    for (int i = 0; i < 8; i++) a[i] = fl_fma(x, u[i], a[i]);
+    return acc8_of(a);
+}
+FL_INLINE acc8 acc8_fma(acc8 c, float x, f32x8 u) {
+    const __m128d factor = _mm_set1_pd((double)x);
+    const acc8 wide = acc8_of(u);
+    acc8 s;
+    for (int i = 0; i < 4; i++) s.v[i] = _mm_add_pd(_mm_mul_pd(wide.v[i], factor), c.v[i]);
+    const __m128i half = _mm_set1_epi32(INT32_MIN);
+    const __m128 t = _mm_shuffle_ps(_mm_castpd_ps(s.v[0]), _mm_castpd_ps(s.v[1]), 0x88);
+    const __m128 w = _mm_shuffle_ps(_mm_castpd_ps(s.v[2]), _mm_castpd_ps(s.v[3]), 0x88);
+    const __m128i tie = _mm_or_si128(_mm_cmpeq_epi32(_mm_slli_epi32(_mm_castps_si128(t), 3), half),
+                                     _mm_cmpeq_epi32(_mm_slli_epi32(_mm_castps_si128(w), 3), half));
+    if (__builtin_expect(_mm_movemask_epi8(tie), 0)) return acc8_fma_to_odd(c, x, u);
+    for (int i = 0; i < 4; i++) s.v[i] = _mm_cvtps_pd(_mm_cvtpd_ps(s.v[i]));
+    return s;
+}
+#else
+typedef f32x8 acc8;
+FL_INLINE acc8 acc8_of(f32x8 a) { return a; }
+FL_INLINE f32x8 acc8_value(acc8 a) { return a; }
+FL_INLINE acc8 acc8_fma(acc8 c, float x, f32x8 u) {
+    for (int i = 0; i < 8; i++) c[i] = fl_fma(x, u[i], c[i]);
+    return c;
+}
+#endif
 
 FL_INLINE float sum8(f32x8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
 FL_INLINE float top8(f32x8 v) {

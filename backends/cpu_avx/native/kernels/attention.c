@@ -42,24 +42,24 @@ FL_INLINE const void *at(const void *p, int64_t i, int half) { return (const cha
 FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s,
                         int32_t count) {
     for (int32_t o = 0; o < count; o += 16) {
-        f32x8 a[4], b[4];
-        for (int i = 0; i < n; i++) a[i] = b[i] = set8(0.0f);
+        acc8 a[4], b[4];
+        for (int i = 0; i < n; i++) a[i] = b[i] = acc8_of(set8(0.0f));
         if (o + 8 < count) {
             for (int32_t d = 0; d < D; d++) {
                 f32x8 u = load_any(k, d * stride + o, half), v = load_any(k, d * stride + o + 8, half);
                 for (int i = 0; i < n; i++) {
-                    f32x8 x = set8(q[i][d]);
-                    a[i] = fma8(x, u, a[i]);
-                    b[i] = fma8(x, v, b[i]);
+                    a[i] = acc8_fma(a[i], q[i][d], u);
+                    b[i] = acc8_fma(b[i], q[i][d], v);
                 }
             }
-            for (int i = 0; i < n; i++) store8(s + i * SROW + o, a[i]), store8(s + i * SROW + o + 8, b[i]);
+            for (int i = 0; i < n; i++)
+                store8(s + i * SROW + o, acc8_value(a[i])), store8(s + i * SROW + o + 8, acc8_value(b[i]));
         } else {
             for (int32_t d = 0; d < D; d++) {
                 f32x8 u = load_any(k, d * stride + o, half);
-                for (int i = 0; i < n; i++) a[i] = fma8(set8(q[i][d]), u, a[i]);
+                for (int i = 0; i < n; i++) a[i] = acc8_fma(a[i], q[i][d], u);
             }
-            for (int i = 0; i < n; i++) store8(s + i * SROW + o, a[i]);
+            for (int i = 0; i < n; i++) store8(s + i * SROW + o, acc8_value(a[i]));
         }
     }
 }
@@ -68,25 +68,24 @@ FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, 
 FL_INLINE void values_n(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half,
                         float *const *acc, int32_t width) {
     for (int32_t c = 0; c < width; c += 16) {
-        f32x8 a[4], b[4];
+        acc8 a[4], b[4];
         if (c + 8 < width) {
-            for (int i = 0; i < n; i++) a[i] = load8(acc[i] + c), b[i] = load8(acc[i] + c + 8);
+            for (int i = 0; i < n; i++) a[i] = acc8_of(load8(acc[i] + c)), b[i] = acc8_of(load8(acc[i] + c + 8));
             for (int32_t j = j0; j < j1; j++) {
                 f32x8 x = load_any(v, j * ldv + c, half), y = load_any(v, j * ldv + c + 8, half);
                 for (int i = 0; i < n; i++) {
-                    f32x8 w = set8(p[i][j]);
-                    a[i] = fma8(w, x, a[i]);
-                    b[i] = fma8(w, y, b[i]);
+                    a[i] = acc8_fma(a[i], p[i][j], x);
+                    b[i] = acc8_fma(b[i], p[i][j], y);
                 }
             }
-            for (int i = 0; i < n; i++) store8(acc[i] + c, a[i]), store8(acc[i] + c + 8, b[i]);
+            for (int i = 0; i < n; i++) store8(acc[i] + c, acc8_value(a[i])), store8(acc[i] + c + 8, acc8_value(b[i]));
         } else {
-            for (int i = 0; i < n; i++) a[i] = load8(acc[i] + c);
+            for (int i = 0; i < n; i++) a[i] = acc8_of(load8(acc[i] + c));
             for (int32_t j = j0; j < j1; j++) {
                 f32x8 x = load_any(v, j * ldv + c, half);
-                for (int i = 0; i < n; i++) a[i] = fma8(set8(p[i][j]), x, a[i]);
+                for (int i = 0; i < n; i++) a[i] = acc8_fma(a[i], p[i][j], x);
             }
-            for (int i = 0; i < n; i++) store8(acc[i] + c, a[i]);
+            for (int i = 0; i < n; i++) store8(acc[i] + c, acc8_value(a[i]));
         }
     }
 }

@@ -18,6 +18,7 @@
 
 enum {
     VECTORS = FL_STRIP / FL_LANES,
+    MOST_VECTORS = VECTORS < 4 ? VECTORS : 4, /* in registers at once */
     VB = 4 * FL_LANES,
     CHUNK = 256,
     CHUNK_TILES = CHUNK / FL_TILE_K,
@@ -29,10 +30,16 @@ enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DECODE_ROWS = 4
  * each for everything, told at run time what to do (a hundred unrolled copies without vector types take a compiler minutes). */
 #ifdef FL_PLAIN_C
 #define UNROLL
+#define UNROLL_COLUMNS
 #define KERNEL static __attribute__((noinline))
 #define PART static
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#if FL_LANES == 4
+#define UNROLL_COLUMNS _Pragma("GCC unroll 1") /* up to four times: compile time for nothing */
+#else
+#define UNROLL_COLUMNS UNROLL
+#endif
 #define KERNEL FL_INLINE
 #define PART FL_INLINE
 #endif
@@ -78,7 +85,7 @@ static void store_strip(const target *to, int row, int strip, const float *acc) 
 FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
     int32_t sum[2] = {0, 0};
     uint32_t top = 0;
-#ifndef FL_PLAIN_C
+#if FL_LANES > 4 && !defined(FL_PLAIN_C)
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
     __m256i c[4], m = _mm256_setzero_si256();
@@ -102,8 +109,8 @@ FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
         g->scale = g->scaled = fl_bits_float(0x7fc00000), g->sum[0] = g->sum[1] = 0;
         return;
     }
-    const float inverse = amax < 0x1p-100f ? 0.0f : 127.0f / amax;
-#ifndef FL_PLAIN_C
+    const float inverse = amax < 0x1p-60f ? 0.0f : 127.0f / amax;
+#if FL_LANES > 4 && !defined(FL_PLAIN_C)
     UNROLL for (int i = 0; i < 4; i++) c[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(inverse)));
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
     _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
@@ -192,14 +199,14 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
 
 /* ---- integer sums of one group ------------------------------------------------------------------------------------------ */
 
-/* sum[r][v] = FL_MAGIC_BITS + sum of (q - zero) * x over one group (STEPS steps from `first`), for R rows and NV vectors from v0.
+/* sum[r][v] = FL_SUM_BITS + sum of (q - zero) * x over one group (STEPS steps from `first`), for R rows and NV vectors from v0.
  * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0; records: those of row 0. */
 PART void group_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
                      const int v0, const int8_t *x, size_t ldx, const fl_group *record, size_t ldr, vi sum[4][4]) {
     const int steps = L->group / 4, first = half * steps, zero = zero_of(L);
     UNROLL for (int r = 0; r < R; r++) {
         const int32_t *s = record[r * ldr].sum;
-        const int32_t start = FL_MAGIC_BITS - zero * (L->group == 16 ? s[half] : s[0] + s[1]);
+        const int32_t start = FL_SUM_BITS - zero * (L->group == 16 ? s[half] : s[0] + s[1]);
         UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(start);
     }
 #define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
@@ -251,20 +258,26 @@ FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
     return L->group == 16 ? g->scale * (float)g->sum[half] : g->scaled;
 }
 
+/* acc after one group: the two fma of layouts.h. */
+FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const fl_group *g, int half, vsum acc) {
+    acc = vsum_fma(vf_scaled(sum, sw, msw), g->scale, acc, L->scale == FL_SCALE_EXP);
+    return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
+}
+
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
 KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0,
                    int strip1) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const int NV = R == 1 || VECTORS == 2 ? VECTORS : 2, tiles = L->block / FL_TILE_K, tile_bytes = fl_tile_bytes(L);
+    const int NV = R == 1 ? MOST_VECTORS : 2, tiles = L->block / FL_TILE_K, tile_bytes = fl_tile_bytes(L);
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
     const int blocks = w->K / L->block;
     const uint8_t *p = w->data + (size_t)strip0 * fl_strip_bytes(L, w->K);
     for (int s = strip0; s < strip1; s++) {
         const int8_t *x = fl_codes(a, row0);
         const fl_group *record = fl_groups(a, row0);
-        vf acc[4][4];
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vf_zero();
+        vsum acc[4][VECTORS];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vsum_of(vf_zero());
         for (int b = 0; b < blocks; b++) {
             const uint8_t *head = p;
             float dm[2 * FL_STRIP];
@@ -272,7 +285,8 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
             p += L->head;
             for (int t = 0; t < tiles; t++, p += tile_bytes, x += FL_TILE_K, record++) {
                 UNROLL for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(p + PREFETCH + i, 0, 3);
-                UNROLL for (int half = 0; half < 32 / L->group; half++) UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+                UNROLL for (int half = 0; half < 32 / L->group; half++)
+                    UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
                     vi sum[4][4];
                     group_sums(L, 1, R, NV, p, half, v0, x, ldx, record, ldr, sum);
                     UNROLL for (int v = 0; v < NV; v++) {
@@ -280,10 +294,7 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
                         scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
                         const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
                         UNROLL for (int r = 0; r < R; r++) {
-                            const fl_group *g = record + r * ldr;
-                            vf sumf = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(g->scale), acc[r][v0 + v]);
-                            if (L->minimum) sumf = vf_fma(mw, vf_set1(scaled_sum(L, g, half)), sumf);
-                            acc[r][v0 + v] = sumf;
+                            acc[r][v0 + v] = add_group(L, sum[r][v], sw, msw, mw, record + r * ldr, half, acc[r][v0 + v]);
                         }
                     }
                 }
@@ -291,7 +302,7 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
         }
         UNROLL for (int r = 0; r < R; r++) {
             float out[FL_STRIP];
-            UNROLL for (int v = 0; v < VECTORS; v++) vf_store(out + FL_LANES * v, acc[r][v]);
+            UNROLL for (int v = 0; v < VECTORS; v++) vf_store(out + FL_LANES * v, vsum_float(acc[r][v]));
             store_strip(to, row0 + r, s, out);
         }
     }
@@ -328,25 +339,22 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scr
                            const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
     enum { NV = 2 };
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-        vf sums[4][NV];
+        vsum sums[4][NV];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
-            vf_load(acc[r] + FL_LANES * (v0 + v));
+            vsum_of(vf_load(acc[r] + FL_LANES * (v0 + v)));
         for (int t = 0; t < tiles; t++) UNROLL for (int half = 0; half < 32 / L->group; half++) {
                 const int g = t * (32 / L->group) + half;
                 vi sum[4][4];
                 group_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, record + t, ldr, sum);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
-                    const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n);
-                    UNROLL for (int r = 0; r < R; r++) {
-                        const fl_group *a = record + t + r * ldr;
-                        sums[r][v] = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(a->scale), sums[r][v]);
-                        if (L->minimum) sums[r][v] = vf_fma(vf_load(c->mw[g] + n), vf_set1(scaled_sum(L, a, half)), sums[r][v]);
-                    }
+                    const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
+                    UNROLL for (int r = 0; r < R; r++) sums[r][v] =
+                        add_group(L, sum[r][v], sw, msw, mw, record + t + r * ldr, half, sums[r][v]);
                 }
             }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++)
-            vf_store(acc[r] + FL_LANES * (v0 + v), sums[r][v]);
+            vf_store(acc[r] + FL_LANES * (v0 + v), vsum_float(sums[r][v]));
     }
 }
 
@@ -396,7 +404,7 @@ FL_INLINE vf plain_of(const int layout, const uint8_t *p) {
 KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to,
                          int strip0, int strip1) {
     enum { MOST = 4 };
-    const int size = layout == FL_F32 ? 4 : 2, NV = R <= 2 || VECTORS == 2 ? VECTORS : 2;
+    const int size = layout == FL_F32 ? 4 : 2, NV = R <= 2 ? MOST_VECTORS : 2;
     const size_t ldx = fl_float_stride(a->K);
     for (int s = strip0; s < strip1; s++) {
         const float *x = fl_floats(a, row0);
@@ -404,7 +412,7 @@ KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, cons
         memset(acc, 0, sizeof acc);
         for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
             const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
-            UNROLL for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+            UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
                 const uint8_t *p =
                     w->data + ((size_t)s * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
                 vf b[MOST][4];
