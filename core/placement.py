@@ -45,8 +45,8 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices with their share of the layers, and rules on top. Nodes outside of layers: embedding on the first device, head on
-    the last one."""
+    """Devices with their share of the layers, and rules on top. Nodes outside of layers: embedding on the first device that has a
+    share, head on the last one."""
 
     devices: tuple[DeviceShare, ...]
     rules: tuple[PlacementRule, ...] = ()
@@ -65,17 +65,18 @@ class Placement:
         total = sum(d.share for d in self.devices)
         if not self.devices or total <= 0 or any(d.share < 0 for d in self.devices):
             raise UsageError("a placement needs at least one device with a positive share")
+        shares = [d for d in self.devices if d.share > 0]
         num_layers = 1 + max((n.tags.get("layer", -1) for n in graph.nodes), default=0)
-        bounds = _cumulative([d.share / total * num_layers for d in self.devices])
+        bounds = _cumulative([d.share / total * num_layers for d in shares])
         seen_layer = False
         assigned = []
         for node in graph.nodes:
             layer = node.tags.get("layer")
             seen_layer = seen_layer or layer is not None
             if layer is None:
-                device = self.devices[-1 if seen_layer else 0].device
+                device = shares[-1 if seen_layer else 0].device
             else:
-                device = self.devices[next(i for i, b in enumerate(bounds) if layer + 0.5 < b or i == len(bounds) - 1)].device
+                device = shares[next(i for i, b in enumerate(bounds) if layer + 0.5 < b or i == len(bounds) - 1)].device
             for rule in self.rules:
                 if rule.matches(node):
                     device = rule.device

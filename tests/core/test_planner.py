@@ -45,6 +45,7 @@ def test_placement_splits_layers_by_share_and_rules_win():
     graph = g.build(x)
     split = Placement((DeviceShare("a", 4), DeviceShare("b", 1))).assign(graph)
     assert split == ["a"] * 9 + ["b"] * 3
+    assert Placement((DeviceShare("x", 0), DeviceShare("a", 4), DeviceShare("b", 1), DeviceShare("y", 0))).assign(graph) == split
     rules = (PlacementRule("c", role="mlp", layers=(0, 4)), PlacementRule("d", op="mul"))
     assert Placement((DeviceShare("a"),), rules).assign(graph) == ["a", "a", "c", "a", "c", *["a"] * 6, "d"]
     with pytest.raises(UsageError):
