@@ -32,14 +32,24 @@ __all__ = [
     "TokenizerError",
     "UnsupportedError",
     "UsageError",
+    "one_line",
 ]
+
+
+def one_line(text: str) -> str:
+    """The text with every character that is not printable as its escape (`\\n`, `\\x1b`, `\\u202e`)."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class FastLLMError(Exception):
     """Base of all errors with a user-facing meaning.
 
     message: one sentence with real numbers. who: what it is about. why: the cause, when the message does not hold it. fix:
-    what can be typed or changed. fields: machine-readable details for `--json` and HTTP bodies.
+    what can be typed or changed. fields: machine-readable details for `--json` and HTTP bodies. Names, keys and values in the texts
+    may come from a hostile file or request: line ends, terminal escapes, bidirectional marks and lone surrogates are escaped here,
+    once for every message there is.
     """
 
     exit_code = 1
@@ -47,8 +57,9 @@ class FastLLMError(Exception):
     code = "server_error"
 
     def __init__(self, message: str, *, who: str = "", why: str = "", fix: str = "", **fields: Any):
-        super().__init__(message)
-        self.message, self.who, self.why, self.fix, self.fields = message, who, why, fix, fields
+        self.message, self.who, self.why, self.fix = (one_line(text) for text in (message, who, why, fix))
+        super().__init__(self.message)
+        self.fields = fields
 
     def render(self) -> str:
         """The text of the command line: `fastllm: error: …` and indented who/why/fix lines, no traceback."""

@@ -10,7 +10,6 @@ import shutil
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ SECONDS = 20  # a case that takes longer hangs; the bar for a refusal is 5 s and
 
 
 def alphabet() -> list[str]:
-    """253 of the characters that stand for bytes (those that UTF-8 never uses are left out)."""
+    """The characters that stand for bytes (those that UTF-8 never uses are left out)."""
     never = {chr(c) for c in range(0xF8, 0x100)}
     return [c for c in sorted(pre_tokenizers.ByteLevel.alphabet()) if c not in never]
 
@@ -102,7 +101,8 @@ def read_fixture(name: str) -> Model:
         data = bytes(gguf.tensors[info.name].data)
         model.tensors.append({"name": info.name, "shape": list(info.shape), "type": numbers[info.dtype], "data": data, "offset": None})
     gguf.close()
-    pieces = [*SPECIALS, "ab", "cd", *alphabet()][:256]
+    pieces = [*SPECIALS, "ab", "cd", *alphabet()]
+    pieces += [f"<{i}>" for i in range(len(pieces), 256)]
     model.pairs |= {
         "tokenizer.ggml.model": (8, "gpt2"),
         "tokenizer.ggml.pre": (8, "gpt-2"),
@@ -130,11 +130,12 @@ def tiny_gguf() -> Callable[[str], Model]:
 
 
 _SERVER = r"""
-import json, os, resource, sys, time
+import json, os, resource, sys, time, warnings
 import fastllm.core.engine, fastllm.core.executor, fastllm.core.plugins, fastllm.formats, fastllm.models, fastllm.text
 import fastllm.backends.cpu_avx.backend, fastllm.backends.ref.backend, fastllm.core._kernels
 from fastllm import LLM, SamplingParams
 from fastllm.core.errors import FastLLMError
+warnings.simplefilter("error")
 FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 def case(path, options):
     start = time.monotonic()
