@@ -288,3 +288,24 @@ def test_a_value_on_three_devices_is_right_on_each():
     assert len(plan.segments) == 5
     again = make_plan(graph, {"e": WeightRef("e")}, sources, backends, Placement((DeviceShare("ref"),), rules), LIMITS)
     assert (again.places, again.segments, again.decisions) == (plan.places, plan.segments, plan.decisions)
+
+
+@pytest.mark.parametrize("device", [RefBackend, LateAccelerator])
+def test_latent_attention_equals_attention_with_stored_values(device):
+    def graph(stored):
+        g = GraphBuilder("latent")
+        x = g.embed(g.input("ids"), g.weight("e", (32, 12)))  # [latent 8 | rope 4]
+        key = g.view(x, ("T", 1, 12))
+        cache = g.kv_cache("kv.0", 1, 12, 8 if stored else 0)
+        g.kv_write(cache, key, g.slice(key, 0, 8) if stored else None)
+        query = g.view(g.linear(x, g.weight("q", (36, 12))), ("T", 3, 12))
+        out = g.attention(query, cache, scale=0.3, **({} if stored else {"value_dim": 8}))  # [T, 3, 8]
+        up = g.matmul(out, g.weight("up", (3, 5, 8)))  # [T, 3, 5]: one matrix per head
+        return g.build(g.embed(g.input("sample_rows"), g.view(up, ("T", 15))))
+
+    rng = np.random.default_rng(2)
+    shapes = {"e": (32, 12), "q": (36, 12), "up": (3, 5, 8)}
+    weights = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    latent = run(graph(stored=False), weights, device(), ids=(3, 1, 4, 1, 5))
+    assert np.array_equal(latent, run(graph(stored=True), weights, ids=(3, 1, 4, 1, 5)))
+    assert np.std(latent) > 0.1
