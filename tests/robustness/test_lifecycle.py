@@ -288,3 +288,24 @@ print(s.running, s.waiting, s.blocks_used)
         tiny_folder,
     )
     assert out.split() == ["True", "0", "0", "0"]
+
+
+def test_many_more_threads_than_cores_take_turns_instead_of_spinning(tiny_folder, monkeypatch):
+    """A thread that spins holds the core that the others need; the answer is the same."""
+    from fastllm.backends.cpu_avx import _native
+
+    asked = []
+
+    def pool(threads, cores, *spins):
+        asked.append((threads, spins))
+        return real(threads, cores, *spins)
+
+    real = _native.Pool
+    monkeypatch.setattr(_native, "Pool", pool)
+    answers = []
+    for threads in (1, 512):
+        with LLM(tiny_folder, backend="cpu_avx", threads=threads, offline=True) as llm:
+            answers.append(llm.generate([5, 6, 7], GREEDY)[0].output_ids)
+    assert answers[0] == answers[1]
+    assert asked[1] == (512, (0.0, 0.0))
+    assert min(asked[0][1]) > 0
