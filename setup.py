@@ -102,7 +102,7 @@ extensions = [
     Extension(
         "fastllm.backends.cpu_avx._native",
         ["backends/cpu_avx/_native.pyx", *SHARED],
-        depends=[str(p) for p in NATIVE.rglob("*.h")],
+        depends=[*KERNELS, *(str(p) for p in NATIVE.rglob("*.h"))],
         extra_compile_args=COMMON,
         extra_link_args=["-pthread"],
         libraries=["m"],
