@@ -186,7 +186,8 @@ def exit_codes() -> str:
     }
     by_code: dict[int, list[str]] = {}
     for name in errors.__all__:
-        by_code.setdefault(getattr(errors, name).exit_code, []).append(name)
+        if hasattr(getattr(errors, name), "exit_code"):
+            by_code.setdefault(getattr(errors, name).exit_code, []).append(name)
     return table(
         ("exit code", "meaning", "errors"),
         [(str(code), text, ", ".join(f"`{n}`" for n in by_code.get(code, ())) or "–") for code, text in meaning.items()],
