@@ -172,7 +172,6 @@ def command_list() -> str:
 
 def exit_codes() -> str:
     """Exit codes with the errors behind them."""
-    from fastllm.core import errors
 
     meaning = {
         0: "done",
@@ -185,23 +184,27 @@ def exit_codes() -> str:
         141: "nobody reads the output any more (closed pipe)",
     }
     by_code: dict[int, list[str]] = {}
-    for name in errors.__all__:
-        if hasattr(getattr(errors, name), "exit_code"):
-            by_code.setdefault(getattr(errors, name).exit_code, []).append(name)
+    for kind in error_classes():
+        by_code.setdefault(kind.exit_code, []).append(kind.__name__)
     return table(
         ("exit code", "meaning", "errors"),
         [(str(code), text, ", ".join(f"`{n}`" for n in by_code.get(code, ())) or "–") for code, text in meaning.items()],
     )
 
 
+def error_classes() -> list[type[Any]]:
+    """The classes of `core/errors.py`, in its order."""
+    from fastllm.core import errors
+
+    found = (getattr(errors, name) for name in errors.__all__)
+    return [kind for kind in found if isinstance(kind, type)]
+
+
 def errors() -> str:
     """The error classes with their codes."""
-    from fastllm.core import errors as module
-
     rows = []
-    for name in module.__all__:
-        kind = getattr(module, name)
-        rows.append((f"`{name}`", f"`{kind.code}`", str(kind.exit_code), str(kind.http_status), _doc(kind).split(". ")[0].rstrip(".")))
+    for kind in error_classes():
+        rows.append((f"`{kind.__name__}`", f"`{kind.code}`", str(kind.exit_code), str(kind.http_status), _doc(kind).split(". ")[0].rstrip(".")))
     return table(("class", "`code`", "exit code", "HTTP status", "when"), rows)
 
 
