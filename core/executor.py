@@ -189,12 +189,13 @@ class Executor:
         return self._host[self._logits_device].shape[1]
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Runs one step. Raises EngineError if the batch exceeds the plan's limits or a backend fails."""
+        """Runs one step. Raises EngineError if the batch exceeds the plan's limits, contradicts itself, or a backend fails."""
         dims = batch.dims
         if dims.T > self.max_tokens or dims.S > self.max_sequences or dims.R > self.max_rows:
             raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
         if batch.block_table.shape[1] > self.max_blocks:
             raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
+        _check_lengths(batch, dims)
         try:
             self._fill_inputs(batch, dims)
             for index, segment in enumerate(self.plan.segments):
@@ -292,6 +293,15 @@ class Executor:
             for program in self._programs:
                 if program is not None:
                     stack.callback(program.close)
+
+
+def _check_lengths(batch: StepBatch, dims: StepDims) -> None:
+    """A shorter array would leave numbers of the step before in place. state_slot and prefix_len may be left out."""
+    wanted = {"positions": dims.T, "slots": dims.T, "query_start": dims.S + 1, "block_table": dims.S, "state_slot": dims.S, "prefix_len": dims.S}
+    for name, length in wanted.items():
+        found = len(getattr(batch, name))
+        if found != length and (found or name not in ("state_slot", "prefix_len")):
+            raise EngineError(f"a step of {dims} has {found} rows of '{name}' instead of {length}")
 
 
 def _at(tensor: Tensor, shape: tuple[int | str, ...], dims: StepDims) -> Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -52,15 +54,32 @@ STEP_INPUTS: Final[dict[str, tuple[Shape, str]]] = {
 """Arrays that the engine fills for every step: name -> (shape, dtype)."""
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
+MAX_F32: Final = 3.4028234663852886e38
 MASKS: Final = ("causal", "full", "prefix", "chunk")
 
 
 @dataclass(frozen=True)
 class Attr:
-    """An attribute: its default (None: it must be given) and, where only some values exist, which."""
+    """An attribute: its default (None: it must be given) and, where only some values exist, which. Without choices it is a finite f32
+    number or, with `low`, an integer in low…2³¹ − 1: native code keeps it in 32 bits."""
 
     default: Any = None
     choices: tuple[Any, ...] = ()
+    low: int | None = None
+
+    def checked(self, op: str, name: str, value: Any) -> Any:
+        """The value as str, int or float. Raises ShapeError for one that no backend can use."""
+        if self.choices:
+            if value not in self.choices:
+                raise ShapeError(f"op '{op}': {name}={value!r} is not one of {', '.join(map(str, self.choices))}")
+            return value
+        if self.low is not None:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or not self.low <= value < 1 << 31:
+                raise ShapeError(f"op '{op}': {name}={value!r} is not an integer from {self.low} to 2,147,483,647")
+            return int(value)
+        if not isinstance(value, int | float | np.floating | np.integer) or isinstance(value, bool) or not -MAX_F32 <= value <= MAX_F32:
+            raise ShapeError(f"op '{op}': {name}={value!r} is not a finite number of 32 bits")
+        return float(value)
 
 
 @dataclass(frozen=True)
@@ -91,9 +110,7 @@ class OpSpec:
             value = attrs.get(name, attr.default)
             if value is None:
                 raise ShapeError(f"op '{self.name}' needs the attribute '{name}'")
-            if attr.choices and value not in attr.choices:
-                raise ShapeError(f"op '{self.name}': {name}={value!r} is not one of {', '.join(map(str, attr.choices))}")
-            full[name] = value
+            full[name] = attr.checked(self.name, name, value)
         return full
 
 
@@ -110,7 +127,8 @@ def _present(op: str, operand: Operand, name: str) -> tuple[Shape, str]:
 
 
 def _cache(op: str, operand: Operand, spec: Any) -> Any:
-    _require(hasattr(spec, "num_kv_heads"), op, "a key/value cache", operand)
+    fits = hasattr(spec, "num_kv_heads") and spec.num_kv_heads > 0 and spec.key_dim > 0 and spec.value_dim >= 0
+    _require(fits, op, "a key/value cache with heads and keys", operand)
     return spec
 
 
@@ -251,8 +269,8 @@ _SPECS = (
     OpSpec("attention",
            ("query", "cache", "positions", "query_start", "context_len", "block_table", "sinks?", "alibi_slopes?", "prefix_len?"),
            _attention,
-           {"scale": Attr(), "mask": Attr("causal", MASKS), "chunk": Attr(0), "window": Attr(0), "softcap": Attr(0.0),
-            "value_dim": Attr(0)}, doc="""
+           {"scale": Attr(), "mask": Attr("causal", MASKS), "chunk": Attr(0, low=0), "window": Attr(0, low=0), "softcap": Attr(0.0),
+            "value_dim": Attr(0, low=0)}, doc="""
         Row t of sequence s sees key j of the same sequence, 0 ≤ j < context_len[s], where the mask allows it at p = positions[t]:
         causal j ≤ p; full: all; prefix: j ≤ p or both j and p < prefix_len[s]; chunk: j ≤ p and ⌊j/chunk⌋ = ⌊p/chunk⌋; and, with a
         window W > 0, p − j < W (the token itself counts). score = scale · q·k (softcap c > 0: c·tanh(score/c)) + slope[h]·(j − p);
@@ -264,10 +282,10 @@ _SPECS = (
     OpSpec("add", ("x", "y"), _binary("add"), doc="""out = x + y; y has x's shape, or that of its last axis, or [1]."""),
     OpSpec("mul", ("x", "y"), _binary("mul"), doc="""out = x · y; y as in `add`, or [T, 1]: one factor a row."""),
     OpSpec("softmax", ("x",), _same("softmax"), doc="""out = exp(x − max) / Σ exp(x − max) over the last axis."""),
-    OpSpec("quantize", ("x",), _quantize, {"group": Attr(32)}, doc="""
+    OpSpec("quantize", ("x",), _quantize, {"group": Attr(32, low=1)}, doc="""
         Symmetric int8 per group of the last axis: scale = max|x| / 127, code = round half to even (x / scale); zeros for a group of
         zeros."""),
-    OpSpec("dequantize", ("codes", "scales"), _dequantize, {"group": Attr(32)}, doc="""out = code · scale of its group."""),
+    OpSpec("dequantize", ("codes", "scales"), _dequantize, {"group": Attr(32, low=1)}, doc="""out = code · scale of its group."""),
     OpSpec("sample",
            ("logits", "u", "temperature", "top_k", "top_p", "min_p", "adjust_start", "adjust_ids", "adjust_bias", "adjust_repeat",
             "adjust_sub"), _sample, doc="""

@@ -37,7 +37,10 @@ class NativeProgram:
 
     def run(self, dims: StepDims) -> None:
         """Runs one step. Raises EngineError, having touched nothing, if the step's indices are wrong."""
-        fault = self._program.run(dims.T, dims.S, dims.R)
+        try:
+            fault = self._program.run(dims.T, dims.S, dims.R)
+        except OverflowError:  # beyond 64 bits
+            fault = (8, -1, 0, 0, 0)
         if fault is not None:
             status, node, where, value, limit = fault
             op = f"op '{self._ops[node]}' (node {node})" if 0 <= node < len(self._ops) else "cpu_avx"
