@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ModelFileError
+from ..core.errors import FastLLMError, ModelFileError, OutOfMemory
 
 __all__ = ["Cursor", "MappedFile", "describe_content", "shown"]
 
@@ -85,7 +85,7 @@ class MappedFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self._fd = -1
+        self._fd, self.size = -1, 0
         try:
             self._check_kind(os.stat(self.path))  # before opening: opening a FIFO or a device has effects
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -168,8 +168,16 @@ class MappedFile:
             if test(info.st_mode):
                 raise self.error(f"this is {kind}, not a regular file", fix=fix)
 
-    def _open_error(self, exc: Exception) -> ModelFileError:
+    def _open_error(self, exc: Exception) -> FastLLMError:
         code = getattr(exc, "errno", None)
+        if code == errno.ENOMEM:
+            return OutOfMemory(
+                f"{os.path.basename(self.path)}: the system refuses to map the file's {self.size:,} bytes",
+                who=self.path,
+                fix="raise the limit of address space (ulimit -v)",
+                requested=self.size,
+                kind="map",
+            )
         if code == errno.ENOENT:
             if os.path.islink(self.path):
                 target = os.readlink(self.path)

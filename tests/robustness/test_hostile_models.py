@@ -6,7 +6,9 @@ another may trust. The oracles (no signal, no hang, 5 s, memory, a printable mes
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 import os
 import random
 import struct
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from fastllm import LLM, SamplingParams
-from fastllm.core.errors import FastLLMError, ModelFileError, UsageError
+from fastllm.core.errors import FastLLMError, ModelFileError, OutOfMemory, UsageError
 from fastllm.core.request import Request
 from fastllm.formats.gguf import GGML_LAYOUTS
 
@@ -186,3 +188,14 @@ def test_a_file_that_is_cut_or_replaced_after_loading_changes_no_answer(tiny_ggu
         assert llm.generate("ab c", few)[0].output_ids
     with pytest.raises(ModelFileError):
         LLM(path, backend=backend, offline=True)
+
+
+def test_a_file_for_which_there_is_no_address_space_is_out_of_memory(tiny_gguf, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_gguf("llama").build())
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(OutOfMemory, match=f"{path.stat().st_size:,} bytes"):
+        LLM(path, backend="ref", offline=True)
