@@ -79,7 +79,8 @@ def describe_content(head: bytes) -> tuple[str, str] | None:
 class MappedFile:
     """A regular file, mapped read-only. path: as given; size: bytes; data: all of it as u8 [size], a read-only view.
 
-    Raises ModelFileError naming what `path` is when it is missing, no regular file, empty, a Git-LFS pointer or a web page.
+    Raises ModelFileError naming what `path` is when it is missing, no regular file, empty, a Git-LFS pointer or a web page,
+    OutOfMemory if the system refuses the map.
     Close it, or drop it: views handed out keep the map alive until the last one is gone.
     """
 
