@@ -36,8 +36,12 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastllm needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv $(VENV)
 
-# The build tools live in the environment, so that building in place after a change takes seconds.
+# A missing compiler is said at once, not after a minute inside of pip. The build tools live in the environment, so that a change of
+# one file is built in place.
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py $(NATIVE)
+	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || \
+		{ echo "fastllm: building needs a C compiler: install gcc or clang (Debian: apt-get install gcc)"; exit 1; }
+	@echo "fastllm: building the native code; the first time takes some minutes"
 	$(PIP) install -q "setuptools>=77" "Cython>=3.1" "numpy>=2.0"
 	$(PIP) install -q --no-build-isolation -e .
 	@touch $@

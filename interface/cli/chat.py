@@ -217,7 +217,9 @@ class Chat:
             return
         name, _, value = text.replace("=", " ").partition(" ")
         name, value = name.replace("-", "_").replace("repeat_penalty", "repetition_penalty"), value.strip()
-        if name not in SETTABLE or not value:
+        if name not in SETTABLE:
+            raise InvalidRequest(f"there is no setting '{name}'", fix=f"names: {', '.join(SETTABLE)}")
+        if not value:
             raise InvalidRequest("/set takes NAME VALUE", fix=f"names: {', '.join(SETTABLE)}; the value `default` takes a change back")
         try:
             number = None if value == "default" else SETTABLE[name](value)

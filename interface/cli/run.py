@@ -155,6 +155,7 @@ def _as_json(llm: LLM, done: Any) -> dict[str, Any]:
         "output_ids": done.output_ids,
         "text": done.text,
         "finish_reason": done.finish_reason,
+        "seed": done.seed,
         "timings": {
             "load_s": round(llm.loaded.load_s, 6),
             "ttft_s": round(t.ttft_s, 6),

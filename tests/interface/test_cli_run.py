@@ -10,7 +10,7 @@ import sys
 import pytest
 
 GREEDY = ("--temperature", 0, "--max-tokens", 6, "--ignore-eos", "--backend", "ref")
-KEYS = {"prompt_ids", "output_ids", "text", "finish_reason", "timings", "backend", "threads"}
+KEYS = {"prompt_ids", "output_ids", "text", "finish_reason", "seed", "timings", "backend", "threads"}
 TIMINGS = {"load_s", "ttft_s", "prompt_tokens", "prompt_s", "decode_tokens", "decode_s"}
 
 
