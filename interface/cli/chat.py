@@ -8,6 +8,7 @@ it happens.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -72,6 +73,9 @@ class Chat:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+        # A signal that ends the chat can arrive in the task that loads the history; the library would log it with a traceback.
+        logging.getLogger("prompt_toolkit").addHandler(logging.NullHandler())
 
         class SavedHistory(FileHistory):
             """A history that is no reason to end a chat: what cannot be written is kept in memory."""
