@@ -275,12 +275,17 @@ def test_a_choice_that_is_cancelled_before_it_starts_takes_no_place():
 
 
 def test_cancelling_what_has_ended_or_leaving_the_context_twice_is_harmless():
-    with Engine(FakeRunner()) as engine:
+    runner = FakeRunner()
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        gate.step(len(alone([1], GREEDY)[0]))
         with engine.submit(ask([1])) as handle:
             handle.result()
         handle.cancel()
+        gate.step()
         with engine.submit(ask([2], max_tokens=None)) as left:
-            next(iter(left))
+            next(iter(left))  # and no second token while the gate is shut
+        gate.open()
         with pytest.raises(Cancelled):
             left.result()
     handle.cancel()
