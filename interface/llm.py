@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -59,7 +60,9 @@ class Completion:
 class Answer:
     """An answer in the making: iterate for pieces; `completion` is there at the end. Leaving the iteration cancels it."""
 
-    def __init__(self, handle: RequestHandle, tokenizer: Tokenizer, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0):
+    def __init__(self, owner: LLM, handle: RequestHandle, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0):
+        """owner: kept alive, and with it the model, as long as this answer is."""
+        self._owner, tokenizer = owner, owner.tokenizer
         self._handle, self._index, self._end_ids, self._vocab_size = handle, index, end_ids, tokenizer.vocab_size
         self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.params.stop or ())
         self._prompt_ids, self._ids, self._parts = prompt_ids, list[int](), list[str]()
@@ -158,13 +161,13 @@ class LLM:
         except TypeError as error:
             known = ", ".join(LoadOptions.__dataclass_fields__)
             raise UsageError(f"LLM: {str(error).partition('__init__() ')[2] or error}", fix=f"options: {known}") from None
-        self.loaded: LoadedModel = load_model(model, chosen)
+        self._own(load_model(model, chosen))
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> LLM:
         """Around a model that is loaded already."""
         llm = cls.__new__(cls)
-        llm.loaded = loaded
+        llm._own(loaded)
         return llm
 
     @property
@@ -277,11 +280,17 @@ class LLM:
         """Hands a request to the engine: an answer per choice."""
         handle = self.loaded.engine.submit(request)
         ids, end_ids = list(request.prompt_ids), frozenset(request.end_ids)
-        return [Answer(handle, self.tokenizer, ids, end_ids, i) for i in range(handle.params.n or 1)]
+        return [Answer(self, handle, ids, end_ids, i) for i in range(handle.params.n or 1)]
 
     def close(self) -> None:
-        """Stops the engine and frees memory; may be called twice."""
+        """Stops the engine and frees memory; may be called twice. Also happens when the object is collected."""
+        self._finalizer.detach()
         self.loaded.close()
+
+    def _own(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self._finalizer = weakref.finalize(self, loaded.close)
+        self._finalizer.atexit = False  # the engine ends by itself at exit
 
     def __enter__(self) -> LLM:
         return self

@@ -146,3 +146,17 @@ def test_a_model_without_a_template_continues_but_does_not_chat(tiny_model, tmp_
         assert llm.generate("abc", GREEDY)[0].output_ids
         with pytest.raises(TemplateError, match="no chat template"):
             llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_that_nobody_holds_any_more_is_closed(tiny_model):
+    import gc
+
+    threads = threading.active_count()
+    answer = LLM(tiny_model, backend="ref").stream("abc", GREEDY)  # the answer keeps its model
+    gc.collect()
+    assert len(answer.result().output_ids) == 6
+    engine = answer._owner.loaded.engine
+    del answer
+    gc.collect()
+    assert threading.active_count() == threads
+    assert not engine._thread.is_alive()
