@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -100,6 +100,19 @@ class LoadOptions:
             if not isinstance(getattr(self, name), allowed):
                 expected = " or ".join({NoneType: "None", Mapping: "dict"}.get(t, t.__name__) for t in allowed)
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {expected}", fix=f"leave {name} out, or give another value")
+        pairs = self.backend_options.items()
+        right = {
+            "backend_options": all(isinstance(k, str) and isinstance(v, str) for k, v in pairs),
+            "plugin_paths": all(isinstance(p, str | os.PathLike) for p in self.plugin_paths),
+            "plugins_file": self.plugins_file is None or isinstance(self.plugins_file, str | os.PathLike),
+            "progress": callable(self.progress),
+            "message": callable(self.message),
+            "licence": self.licence is None or callable(self.licence),
+        }
+        for name, fits in right.items():
+            if not fits:
+                needed = {"backend_options": "a dict of texts", "plugin_paths": "a list of paths", "plugins_file": "a path"}.get(name, "a function")
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {needed}", fix=f"leave {name} out, or give another value")
 
 
 @dataclass
@@ -296,6 +309,17 @@ def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, 
         options.message(f"{plan.copy_bytes_per_token():,} bytes are copied between devices per token")
 
 
+@contextlib.contextmanager
+def _typed_memory_errors() -> Iterator[None]:
+    """Memory that the host does not give, wherever a reader or the tokenizer asks for it."""
+    try:
+        yield
+    except MemoryError:
+        why = "an allocation failed while the model was opened"
+        raise OutOfMemory("the host has no memory left for this model", why=why, fix="free memory, or use a smaller model", kind="host") from None
+
+
+@_typed_memory_errors()
 def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptions | None = None) -> LoadedModel:
     """Loads a model. Raises a FastLLMError that names what is wrong; nothing stays allocated then."""
     from .core.engine import Engine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastllm import LLM, SamplingParams, loading
-from fastllm.core.errors import FastLLMError, InvalidRequest, UsageError
+from fastllm.core.errors import FastLLMError, InvalidRequest, OutOfMemory, UsageError
 from fastllm.loading import LoadOptions, close_all, load_model, plan_model
 
 
@@ -221,3 +221,21 @@ def test_more_prompts_than_the_queue_holds_are_all_answered_in_order(tiny_model)
         assert [c.output_ids for c in done[:9]] == [llm.generate(p, greedy)[0].output_ids for p in prompts[:9]]
         pairs = llm.generate(prompts[:12], SamplingParams(temperature=1, max_tokens=2, n=2, seed=1, ignore_eos=True))
         assert [c.prompt_ids for c in pairs] == [p for p in prompts[:12] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend_options": {1: 3}}, {"plugin_paths": (3,)}, {"plugins_file": 3}, {"progress": 3}, {"message": 3}, {"licence": 3}],
+)
+def test_options_of_a_wrong_kind_are_named(tiny_model, options):
+    with pytest.raises(UsageError, match=f"{next(iter(options))} is .*; it must be"):
+        load_model(tiny_model, LoadOptions(**options))
+
+
+def test_memory_that_is_missing_while_a_model_is_opened_is_an_error_of_ours(tiny_model, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(loading, "_open_text", fail)
+    with pytest.raises(OutOfMemory, match="no memory left"):
+        load_model(tiny_model, LoadOptions(backend="ref"))
