@@ -114,7 +114,7 @@ def test_the_answer_depends_on_the_request_only(name, format, backend, options):
 
 
 @pytest.mark.parametrize("backend", ["ref", "cpu_avx"])
-def test_soak_500_random_requests_with_random_cancels_leave_nothing_behind(backend):
+def test_a_soak_of_random_requests_with_random_cancels_leaves_nothing_behind(backend):
     house = House("llama", "q8_0" if backend == "cpu_avx" else "bf16", backend, {})
     rng = np.random.default_rng(11)
     used_before = house.backends[backend].memory().used
