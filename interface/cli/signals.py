@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["INTERRUPTED", "Terminated", "die_of", "forget", "leave_at_once", "raise_seen", "unwind"]
 
 INTERRUPTED = 128 + signal.SIGINT
+AGAIN = 1e-3  # seconds until a signal whose exception was lost in a destructor is raised again
 _seen: list[int] = []  # signals since the start or since `forget`; a signal handler can only speak through its module
 
 
@@ -53,7 +54,8 @@ def leave_at_once() -> None:
 
 
 def unwind() -> None:
-    """Signals become exceptions in the main thread. One that is lost in a destructor is sent again."""
+    """Signals become exceptions in the main thread. One that is lost in a destructor comes again a moment later, by the alarm clock:
+    raised inside of the hook it would be lost in the hook."""
     _set(signal.SIGINT, _interrupt)
     _set(signal.SIGTERM, _terminate)
     _set(signal.SIGHUP, _terminate)
@@ -61,7 +63,8 @@ def unwind() -> None:
 
     def unraisable(lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):
-            signal.raise_signal(_seen[-1] if _seen else signal.SIGINT)
+            signal.signal(signal.SIGALRM, lambda number, frame: raise_seen())
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
         else:
             earlier(lost)
 

@@ -108,6 +108,28 @@ def test_a_background_job_keeps_ignoring_ctrl_c(signalled, total, tiny_model):
     assert done.returncode == 0
 
 
+def test_ctrl_c_in_a_destructor_comes_again():
+    script = """
+import os, signal, sys
+from fastllm.cli import signals
+class Dying:
+    def __del__(self):
+        for _ in range(100):
+            os.kill(os.getpid(), signal.SIGINT)
+signals.unwind()
+try:
+    for _ in range(3):
+        dying = Dying()
+        del dying
+    while True:
+        pass
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_errors_after_ctrl_c_are_its_consequence(monkeypatch, capsys):
     import fastllm.cli.doctor
     from fastllm.cli import main, signals
