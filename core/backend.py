@@ -311,7 +311,8 @@ class Backend(ABC):
 
     @abstractmethod
     def alloc(self, nbytes: int, kind: str) -> Buffer:
-        """Memory, zeroed. kind: weights | kv | state | scratch | staging. Raises OutOfMemory and stays usable."""
+        """Memory; `state` is zeroed, the rest may hold anything. kind: weights | kv | state | scratch | staging. Raises OutOfMemory
+        and stays usable."""
 
     @abstractmethod
     def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:

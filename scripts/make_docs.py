@@ -10,9 +10,11 @@ change of an option, an op, a family, a format or an error; `tests/packaging/tes
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -340,24 +342,29 @@ def _field(field: Any) -> str:
     return f"{field.name}={field.default!r}"
 
 
-def cpu_options() -> str:
-    """Options of cpu_avx."""
-    from fastllm.backends.cpu_avx.plugin import OPTIONS
+def backend_plugins() -> dict[str, Any]:
+    """Name -> plug-in module of every backend that comes with fastllm, from the project's entry points."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {name: importlib.import_module(module) for name, module in project["entry-points"]["fastllm.backends"].items()}
 
+
+def backend_specs() -> list[Any]:
+    """Their specs, in the order in which `auto` would take them."""
+    return sorted((s for p in backend_plugins().values() for s in p.fastllm_backends()), key=lambda s: (-s.priority, s.name))
+
+
+def backend_options(name: str) -> str:
+    """Options of one backend."""
     rows = []
-    for key, option in OPTIONS.items():
+    for key, option in next(s for s in backend_specs() if s.name == name).options.items():
         kind = ", ".join(f"`{c}`" for c in option.choices) or option.type.__name__
-        rows.append((f"`{key}`", kind, f"`{option.default}`", option.help))
+        rows.append((f"`{key}`", kind, f"`{option.default}`" if option.default != "" else "", option.help))
     return table(("option", "values", "default", "meaning"), rows)
 
 
 def backend_list() -> str:
     """The built-in backends."""
-    from fastllm.backends.cpu_avx import plugin as cpu
-    from fastllm.backends.ref import plugin as ref
-
-    specs = [*cpu.fastllm_backends(), *ref.fastllm_backends()]
-    return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in specs])
+    return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in backend_specs()])
 
 
 COMMANDS = ("run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show")
@@ -384,8 +391,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "specs": _fields("BackendSpec", "Option", "DeviceInfo", "Ready", "Unavailable"),
     "memory-types": _fields("Tensor", "PackedLayout", "Limits", "MemoryInfo"),
     "programs": _fields("StepDims", "CompileEnv"),
-    "cpu-options": cpu_options,
     "backend-list": backend_list,
+    **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
 }
 """Name of a part -> the function that makes it."""

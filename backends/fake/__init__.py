@@ -1,0 +1,1 @@
+"""An accelerator made of host memory: finds missing copies, missing waits and reads of what nobody wrote."""
