@@ -65,14 +65,19 @@ class LateStream(Stream):
         """Does everything. After an error the rest of the work is dropped, as on a device whose queue has failed."""
         try:
             while self.work:
-                name, call = self.work.popleft()
-                call()
+                self.step()
+        finally:
+            self.work.clear()
+
+    def step(self) -> None:
+        """Does the first piece of work."""
+        name, call = self.work.popleft()
+        try:
+            call()
         except FastLLMError:
             raise
         except Exception as error:
             raise EngineError(f"{name} failed on the fake device", who="fake", why=f"{type(error).__name__}: {error}") from error
-        finally:
-            self.work.clear()
 
 
 class LateEvent(Event):
@@ -93,9 +98,8 @@ class LateEvent(Event):
 
     def synchronize(self) -> None:
         """Waits for the point."""
-        while not self._reached and self._stream is not None:
-            name, call = self._stream.work.popleft()
-            call()
+        while not self._reached and self._stream is not None and self._stream.work:
+            self._stream.step()
 
 
 class FakeBackend(RefBackend):
