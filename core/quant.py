@@ -18,13 +18,16 @@ __all__ = ["FORMATS", "GGML_TYPES", "PLAIN", "QuantFormat"]
 @dataclass(frozen=True)
 class QuantFormat:
     """How values are stored. block: values per block; block_bytes: bytes per block; lossless: the smallest plain format that
-    holds every decoded value exactly, or "f32" where only f32 does; ggml: GGML type id, if it has one."""
+    holds every decoded value exactly, or "f32" where only f32 does; ggml: GGML type id, if it has one; code_bits: 4 or 8 for the
+    group formats of our own (0: another format); zero_point: each of their groups has one."""
 
     name: str
     block: int
     block_bytes: int
     lossless: str = "f32"
     ggml: int | None = None
+    code_bits: int = 0
+    zero_point: bool = False
 
     @property
     def bits(self) -> float:
@@ -70,6 +73,17 @@ FORMATS: Final = _table(
     QuantFormat("iq4_nl", 32, 18, "f32", 20),
     QuantFormat("iq4_xs", 256, 136, "f32", 23),
     QuantFormat("mxfp4", 32, 17, "bf16", 39),
+    # ours, one group a block: f16 scale s, for int4gN a byte z, then the codes; w = s * (q - z). Without z: int4gNs counts from 8,
+    # int8gN is signed. Groups of 32 without z are q4_0 and q8_0.
+    QuantFormat("int4g32", 32, 19, code_bits=4, zero_point=True),
+    QuantFormat("int4g64", 64, 35, code_bits=4, zero_point=True),
+    QuantFormat("int4g128", 128, 67, code_bits=4, zero_point=True),
+    QuantFormat("int4g256", 256, 131, code_bits=4, zero_point=True),
+    QuantFormat("int4g64s", 64, 34, code_bits=4),
+    QuantFormat("int4g128s", 128, 66, code_bits=4),
+    QuantFormat("int4g256s", 256, 130, code_bits=4),
+    QuantFormat("int8g64", 64, 66, code_bits=8),
+    QuantFormat("int8g128", 128, 130, code_bits=8),
 )
 """name -> QuantFormat, every format that `core/_kernels` decodes."""
 

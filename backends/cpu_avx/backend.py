@@ -214,8 +214,9 @@ class CpuBackend(Backend):
 
     def _answer(self, q: OpQuery) -> Yes:
         if q.op == "linear":
-            block = q.dtypes[1] not in PLAIN_FLOATS
-            return Yes("linear", act="q8_g32" if block and not self._exact else None)
+            layout = pack.LAYOUTS.get(q.dtypes[1] or "")
+            group = 0 if layout is None else _native.prepare_kind(_native.layout_number(layout), self._exact)
+            return Yes("linear", act=f"q8_g{group}" if group else None)
         if q.op == "attention":
             return Yes("attention", weight=None if self._kv_dtype == "f32" else self._kv_dtype)
         return Yes(q.op, angle="f64" if q.op == "rope" else None)

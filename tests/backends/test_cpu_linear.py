@@ -35,6 +35,8 @@ def file_bytes(rng: np.random.Generator, format: str, count: int) -> np.ndarray:
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     if format == "mxfp4":
         blocks[:, 0] = rng.integers(115, 128, len(blocks))
+    if spec.zero_point:
+        blocks[:, 2] = rng.integers(0, 16, len(blocks))
     return blocks.reshape(-1)
 
 
@@ -149,14 +151,16 @@ def test_a_layout_is_named_after_its_format() -> None:
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 def test_integer_sums_are_the_product_of_decoded_weight_and_quantised_activation(format: str) -> None:
     case = Case(3, format, 6, 40, 768)
-    groups = case.x.reshape(case.T, -1, 32)
+    group = FORMATS[format].block if FORMATS[format].code_bits else 32
+    assert _native.prepare_kind(_native.layout_number(case.layout), False) == group
+    groups = case.x.reshape(case.T, -1, group)
     top = np.abs(groups).max(-1, keepdims=True)
     codes = np.rint(groups * (np.float32(127) / top))
     quantised = (codes.astype(np.float64) * (top / np.float32(127))).reshape(case.T, case.K)
     weight = case.decoded().astype(np.float64)
     want = quantised @ weight.T
     terms = np.abs(quantised) @ np.abs(weight).T  # a format with a minimum adds and subtracts more than its decoded weights show
-    slack = 8.0 if format in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k") else 1.0
+    slack = 8.0 if format in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k") or FORMATS[format].zero_point else 1.0
     assert np.all(np.abs(case.reference() - want) <= slack * terms * 2.0**-23 * 6)
 
 
@@ -206,7 +210,7 @@ def test_a_row_does_not_depend_on_its_company_nor_on_how_work_is_cut(format: str
 
 
 @pytest.mark.parametrize("isa", RUNNABLE)
-@pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k", "q4_k"])
+@pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k", "q4_k", "int4g256", "int4g256s", "int8g128"])
 def test_largest_codes_do_not_overflow(format: str, isa: str) -> None:
     case = Case(6, format, 5, 33, 512)
     case.x[:] = np.where(np.arange(case.K) % 3 == 0, -1.0, 1.0)

@@ -18,7 +18,7 @@ from fastllm.core.errors import ShapeError, UnsupportedError
 from fastllm.core.quant import FORMATS
 
 VECTORS = np.load(Path(__file__).parent / "data" / "codec_vectors.npz")
-BLOCK_FORMATS = [name for name, spec in FORMATS.items() if spec.block > 1]
+BLOCK_FORMATS = [name for name, spec in FORMATS.items() if spec.ggml is not None and spec.block > 1]
 ENCODED = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 
 

@@ -1,11 +1,12 @@
 /* Packed weight layouts, and the arithmetic of the linear op: the specification.
  *
  * LAYOUT. A weight [N][K] is cut in strips of 32 output rows, stored one after the other (the last one padded with zero rows).
- * A strip of a block format is a row of blocks; a block covers as many k as a block of the file format (32 or 256):
+ * A strip of a block format is a row of blocks; a block covers as many k as a block of the file format (32, 64, 128 or 256):
  *
  *     strip 0: | block 0 | block 1 | ...   strip 1: | block 0 | ...
  *     block:   | head | tile 0 | tile 1 | ... |        one tile for each 32 k
- *     head:    | 32 x f16 d |, for formats with a minimum | 32 x f16 m | after it; mxfp4: | 32 x u8 exponent |
+ *     head:    | 32 x f16 d |, for formats with a minimum | 32 x f16 m | after it, for int4gN | 32 x u8 zero |;
+ *              mxfp4: | 32 x u8 exponent |
  *     tile:    | 32 scale bytes | (none, one or two times) | low plane | high plane |
  *
  * A plane holds `bits` bits of every code. One line of 128 bytes is 32 rows x 4 consecutive k, one byte each, so that 16 or 32
@@ -19,10 +20,11 @@
  *
  * f32, f16 and bf16: | k = 0: 32 values | k = 1: 32 values | ... for each strip. Nothing is rounded by packing.
  *
- * ARITHMETIC of block formats. The activations of a row are cut in groups of 32 k (prepare):
+ * ARITHMETIC of block formats. The activations of a row are cut in groups of 32 k, for int4gN and int8gN in groups of N (prepare):
  *     amax = max |x|;  sx = amax / 127;  code = round_half_even(x * (127 / amax)), 0 if amax < 2^-60; a group that holds NaN or
  *     infinity has sx = NaN and codes 0.
- * A weight of group g (16 or 32 k) is (q - zero) * sw (+ mw), with sw and mw exact f32 products of what the file holds. One output:
+ * A weight of group g (16 k or more) is (q - zero) * sw (+ mw), with sw and mw exact f32 products of what the file holds: for int4gN,
+ * d * (q - z) is d * q + mw with mw = -(d * z), where every operation is exact. One output:
  *     acc = 0
  *     for g ascending:
  *         I   = sum over the group of (q - zero) * code                                  an exact integer, |I| < 2^22
@@ -62,6 +64,15 @@ enum {
     FL_IQ4_NL,
     FL_IQ4_XS,
     FL_MXFP4,
+    FL_INT4G32,
+    FL_INT4G64,
+    FL_INT4G128,
+    FL_INT4G256,
+    FL_INT4G64S,
+    FL_INT4G128S,
+    FL_INT4G256S,
+    FL_INT8G64,
+    FL_INT8G128,
     FL_F32,
     FL_F16,
     FL_BF16,
@@ -76,6 +87,7 @@ enum {
     FL_SCALE_PAIR,  /* sw = d * s, mw = -(m * t), s and t two lines of unsigned bytes */
     FL_SCALE_NIBS,  /* sw = d * (byte & 15), mw = -(m * (byte >> 4)), one line per group */
     FL_SCALE_EXP,   /* sw = 2^(e - 128) */
+    FL_SCALE_ZERO,  /* sw = d, mw = -(d * z), z an unsigned byte of the head */
     FL_SCALE_NONE   /* plain values */
 };
 enum { FL_TABLE_NONE, FL_TABLE_NONLINEAR, FL_TABLE_E2M1 };
@@ -87,7 +99,7 @@ typedef struct {
     int8_t top;                 /* largest code */
     int8_t zero;                /* what is subtracted from a code */
     int8_t is_signed;           /* codes are signed bytes (zero counts as 128 for unsigned kernels) */
-    int8_t group;               /* k per scale: 16 or 32 */
+    int16_t group;              /* k per scale: 16, 32, or a whole block of 64, 128 or 256 */
     int8_t lines;               /* scale byte lines per tile */
     int8_t minimum;             /* formats with mw */
     int8_t scale, table;
@@ -109,6 +121,15 @@ static const fl_layout FL_LAYOUT[FL_LAYOUTS] = {
     [FL_IQ4_NL] = {"iq4_nl.s32", 32, 18, 4, 0, 127, 0, 1, 32, 0, 0, FL_SCALE_HALF, FL_TABLE_NONLINEAR, 64},
     [FL_IQ4_XS] = {"iq4_xs.s32", 256, 136, 4, 0, 127, 0, 1, 32, 1, 0, FL_SCALE_BYTES, FL_TABLE_NONLINEAR, 64},
     [FL_MXFP4] = {"mxfp4.s32", 32, 17, 4, 0, 24, 12, 0, 32, 0, 0, FL_SCALE_EXP, FL_TABLE_E2M1, 32},
+    [FL_INT4G32] = {"int4g32.s32", 32, 19, 4, 0, 15, 0, 0, 32, 0, 1, FL_SCALE_ZERO, FL_TABLE_NONE, 96},
+    [FL_INT4G64] = {"int4g64.s32", 64, 35, 4, 0, 15, 0, 0, 64, 0, 1, FL_SCALE_ZERO, FL_TABLE_NONE, 96},
+    [FL_INT4G128] = {"int4g128.s32", 128, 67, 4, 0, 15, 0, 0, 128, 0, 1, FL_SCALE_ZERO, FL_TABLE_NONE, 96},
+    [FL_INT4G256] = {"int4g256.s32", 256, 131, 4, 0, 15, 0, 0, 256, 0, 1, FL_SCALE_ZERO, FL_TABLE_NONE, 96},
+    [FL_INT4G64S] = {"int4g64s.s32", 64, 34, 4, 0, 15, 8, 0, 64, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_INT4G128S] = {"int4g128s.s32", 128, 66, 4, 0, 15, 8, 0, 128, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_INT4G256S] = {"int4g256s.s32", 256, 130, 4, 0, 15, 8, 0, 256, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_INT8G64] = {"int8g64.s32", 64, 66, 8, 0, 127, 0, 1, 64, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
+    [FL_INT8G128] = {"int8g128.s32", 128, 130, 8, 0, 127, 0, 1, 128, 0, 0, FL_SCALE_HALF, FL_TABLE_NONE, 64},
     [FL_F32] = {"f32.s32", 1, 4, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
     [FL_F16] = {"f16.s32", 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
     [FL_BF16] = {"bf16.s32", 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
@@ -129,12 +150,17 @@ FL_INLINE size_t fl_block_packed(const fl_layout *L) {
 }
 FL_INLINE size_t fl_strip_bytes(const fl_layout *L, int64_t K) { return (size_t)(K / L->block) * fl_block_packed(L); }
 
-/* Prepared activations, integer kind: | codes: rows x code stride | group records: rows x group stride |. Strides are not powers of
- * two, so that the rows of a block do not fall in the same cache sets. */
-enum { FL_KIND_F32 = 0, FL_KIND_INT8 = 1 };
+/* Scales per tile, and tiles per scale: one of both is 1. */
+FL_INLINE int fl_halves(const fl_layout *L) { return L->group == 16 ? 2 : 1; }
+FL_INLINE int fl_group_tiles(const fl_layout *L) { return L->group <= FL_TILE_K ? 1 : L->group / FL_TILE_K; }
+
+/* Prepared activations, integer kinds: | codes: rows x code stride | group records: rows x group stride |. Strides are not powers of
+ * two, so that the rows of a block do not fall in the same cache sets. A kind other than f32 is the k of a group. */
+enum { FL_KIND_F32 = 0, FL_KIND_INT8 = 32 };
+FL_INLINE int fl_act_group(const fl_layout *L) { return L->group < FL_KIND_INT8 ? FL_KIND_INT8 : L->group; }
 typedef struct {
     float scale;    /* sx */
-    int32_t sum[2]; /* sums of the codes of both halves */
+    int32_t sum[2]; /* sums of the codes: of the first and third ... 16 k, of the second and fourth ... */
     float scaled;   /* round(sx * (sum[0] + sum[1])) */
 } fl_group;
 FL_INLINE size_t fl_code_stride(int64_t K) { return (size_t)((K + 63) / 64 * 64 + 64); }
@@ -191,10 +217,14 @@ FL_INLINE void fl_scales(const fl_layout *L, const uint8_t *head, const uint8_t 
         *sw = fl_exponent_scale(head[r]);
         return;
     }
-    const float d = fl_half(fl_u16(head + 2 * r)), m = L->minimum ? fl_half(fl_u16(head + 64 + 2 * r)) : 0.0f;
+    const int halves = L->minimum && L->scale != FL_SCALE_ZERO;
+    const float d = fl_half(fl_u16(head + 2 * r)), m = halves ? fl_half(fl_u16(head + 64 + 2 * r)) : 0.0f;
     switch (L->scale) {
     case FL_SCALE_HALF:
         *sw = d, *mw = m;
+        break;
+    case FL_SCALE_ZERO:
+        *sw = d, *mw = -(d * (float)head[64 + r]);
         break;
     case FL_SCALE_BYTES:
         *sw = d * (float)(int8_t)tile[FL_STRIP * half + r];

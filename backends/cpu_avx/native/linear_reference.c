@@ -22,7 +22,7 @@ static float dot_f32(const fl_weight *w, int n, const float *x, float *decoded) 
             const uint8_t *head = strip + (size_t)(k / L->block) * fl_block_packed(L);
             const uint8_t *tile = head + L->head + k % L->block / FL_TILE_K * fl_tile_bytes(L);
             float sw, mw;
-            fl_scales(L, head, tile, r, k % FL_TILE_K / L->group, &sw, &mw);
+            fl_scales(L, head, tile, r, k % FL_TILE_K * fl_halves(L) / FL_TILE_K, &sw, &mw);
             decoded[k] = sw * (float)(fl_code(L, tile, r, k % FL_TILE_K) - L->zero);
             if (L->minimum) decoded[k] += mw;
         }
@@ -45,28 +45,30 @@ static float dot_int8(const fl_weight *w, int n, const int8_t *codes, const floa
         const uint8_t *tile = head + L->head + k0 % L->block / FL_TILE_K * fl_tile_bytes(L);
         float sw, mw;
         int32_t I = 0, S = 0;
-        fl_scales(L, head, tile, r, k0 % FL_TILE_K / L->group, &sw, &mw);
+        fl_scales(L, head, tile, r, k0 % FL_TILE_K * fl_halves(L) / FL_TILE_K, &sw, &mw);
         for (int k = k0; k < k0 + L->group; k++) {
-            I += (fl_code(L, tile, r, k % FL_TILE_K) - L->zero) * codes[k];
+            const uint8_t *of_k = tile + (k / FL_TILE_K - k0 / FL_TILE_K) * fl_tile_bytes(L);
+            I += (fl_code(L, of_k, r, k % FL_TILE_K) - L->zero) * codes[k];
             S += codes[k];
         }
-        acc = fl_fma((float)I * sw, sx[k0 / 32], acc);
-        if (L->minimum) acc = fl_fma(mw, sx[k0 / 32] * (float)S, acc);
+        const float scale = sx[k0 / fl_act_group(L)];
+        acc = fl_fma((float)I * sw, scale, acc);
+        if (L->minimum) acc = fl_fma(mw, scale * (float)S, acc);
     }
     return acc;
 }
 
-static void quantise(const float *x, int K, int8_t *codes, float *sx) {
-    for (int k0 = 0; k0 < K; k0 += 32) {
+static void quantise(const float *x, int K, int group, int8_t *codes, float *sx) {
+    for (int k0 = 0; k0 < K; k0 += group) {
         float amax = 0.0f;
         int finite = 1;
-        for (int k = k0; k < k0 + 32; k++) {
+        for (int k = k0; k < k0 + group; k++) {
             finite &= isfinite(x[k]) != 0;
             if (fabsf(x[k]) > amax) amax = fabsf(x[k]);
         }
         const float inverse = !finite || amax < 0x1p-60f ? 0.0f : 127.0f / amax;
-        sx[k0 / 32] = finite ? amax / 127.0f : NAN;
-        for (int k = k0; k < k0 + 32; k++) codes[k] = finite ? (int8_t)rintf(x[k] * inverse) : 0;
+        sx[k0 / group] = finite ? amax / 127.0f : NAN;
+        for (int k = k0; k < k0 + group; k++) codes[k] = finite ? (int8_t)rintf(x[k] * inverse) : 0;
     }
 }
 
@@ -76,7 +78,7 @@ void fl_linear_reference(const fl_weight *w, const float *x, int T, const float 
     int8_t *codes = malloc((size_t)w->K + 4);
     for (int t = 0; t < T && floats && codes; t++) {
         const float *row = x + (size_t)t * (size_t)w->K;
-        if (!plain) quantise(row, w->K, codes, floats);
+        if (!plain) quantise(row, w->K, fl_act_group(&FL_LAYOUT[w->layout]), codes, floats);
         for (int n = 0; n < w->N; n++) {
             float v = plain ? dot_f32(w, n, row, floats) : dot_int8(w, n, codes, floats),
                   *out = y + (size_t)t * (size_t)w->N + n;

@@ -29,7 +29,9 @@ size_t fl_source_bytes(int layout, int64_t N, int64_t K) {
     return L ? (size_t)N * (size_t)(K / L->block) * (size_t)L->block_bytes : 0;
 }
 
-int fl_prepare_kind(int layout, int exact) { return exact || layout >= FL_BLOCK_LAYOUTS ? FL_KIND_F32 : FL_KIND_INT8; }
+int fl_prepare_kind(int layout, int exact) {
+    return exact || layout >= FL_BLOCK_LAYOUTS ? FL_KIND_F32 : fl_act_group(&FL_LAYOUT[layout]);
+}
 
 size_t fl_linear_scratch(void) { return FL_LINEAR_SCRATCH; }
 
@@ -85,6 +87,21 @@ static void read_block(int layout, const uint8_t *in, block_parts *out) {
         break;
     case FL_MXFP4:
         nibbles(in + 1, q);
+        break;
+    case FL_INT4G32: /* d, zero, 16 nibble bytes for each 32 */
+    case FL_INT4G64:
+    case FL_INT4G128:
+    case FL_INT4G256:
+        for (int i = 0; i < FL_LAYOUT[layout].block / 32; i++) nibbles(in + 3 + 16 * i, q + 32 * i);
+        break;
+    case FL_INT4G64S: /* d, 16 nibble bytes for each 32 */
+    case FL_INT4G128S:
+    case FL_INT4G256S:
+        for (int i = 0; i < FL_LAYOUT[layout].block / 32; i++) nibbles(in + 2 + 16 * i, q + 32 * i);
+        break;
+    case FL_INT8G64:
+    case FL_INT8G128:
+        memcpy(q, in + 2, (size_t)FL_LAYOUT[layout].block);
         break;
     case FL_Q2_K: /* 16 (scale | minimum << 4), 64 crumbs, d, m */
         for (int i = 0; i < 16; i++) out->scales[i / 2][i % 2] = in[i];
@@ -173,7 +190,9 @@ static void pack_blocks(int layout, int rows, int64_t K, const uint8_t *src, uin
             if (L->scale == FL_SCALE_EXP) head[r] = in[0];
             else
                 memcpy(head + 2 * r, parts.d, 2);
-            if (L->minimum) memcpy(head + 64 + 2 * r, parts.m, 2);
+            if (L->scale == FL_SCALE_ZERO) head[64 + r] = in[2];
+            else if (L->minimum)
+                memcpy(head + 64 + 2 * r, parts.m, 2);
             for (int t = 0; t < L->block / FL_TILE_K; t++, tile += tile_bytes) {
                 for (int l = 0; l < L->lines; l++) tile[FL_STRIP * l + r] = parts.scales[t][l];
                 write_codes(L, parts.q + FL_TILE_K * t, r, tile);

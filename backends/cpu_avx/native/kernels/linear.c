@@ -81,48 +81,51 @@ static void store_strip(const target *to, int row, int strip, const float *acc) 
 
 /* ---- activations ------------------------------------------------------------------------------------------------------ */
 
-/* One group of 32: codes and record. The largest magnitude is found in integers, so that NaN and infinity come out on top. */
-FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
+/* One group of `size` values: codes and record. The largest magnitude is found in integers, so that NaN and infinity come out on top. */
+FL_INLINE void quantise_group(const float *x, const int size, int8_t *codes, fl_group *g) {
     int32_t sum[2] = {0, 0};
     uint32_t top = 0;
 #if FL_LANES > 4 && !defined(FL_PLAIN_C)
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    __m256 v[4];
-    __m256i c[4], m = _mm256_setzero_si256();
-    UNROLL for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
-    }
+    __m256i m = _mm256_setzero_si256();
+    for (int i = 0; i < size; i += 8)
+        m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
     __m128i m4 = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
     m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0x4e));
     m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0xb1));
     top = (uint32_t)_mm_cvtsi128_si32(m4);
 #else
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < size; i++) {
         const uint32_t bits = fl_float_bits(x[i]) & 0x7fffffff;
         top = bits > top ? bits : top;
     }
 #endif
     const float amax = fl_bits_float(top);
     if (top >= 0x7f800000) {
-        memset(codes, 0, 32);
+        memset(codes, 0, (size_t)size);
         g->scale = g->scaled = fl_bits_float(0x7fc00000), g->sum[0] = g->sum[1] = 0;
         return;
     }
     const float inverse = amax < 0x1p-60f ? 0.0f : 127.0f / amax;
 #if FL_LANES > 4 && !defined(FL_PLAIN_C)
-    UNROLL for (int i = 0; i < 4; i++) c[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(inverse)));
-    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
-    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-    const __m256i halves = _mm256_hadd_epi32(_mm256_add_epi32(c[0], c[1]), _mm256_add_epi32(c[2], c[3]));
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)); /* a a b b */
+    __m256i sums = _mm256_setzero_si256();
+    for (int at = 0; at < size; at += 32) {
+        __m256i c[4];
+        UNROLL for (int i = 0; i < 4; i++) c[i] =
+            _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at + 8 * i), _mm256_set1_ps(inverse)));
+        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256((__m256i *)(codes + at), _mm256_permutevar8x32_epi32(bytes, order));
+        sums = _mm256_add_epi32(sums, _mm256_hadd_epi32(_mm256_add_epi32(c[0], c[1]), _mm256_add_epi32(c[2], c[3])));
+    }
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)); /* a a b b */
     s = _mm_hadd_epi32(s, s);
     sum[0] = _mm_cvtsi128_si32(s), sum[1] = _mm_extract_epi32(s, 1);
 #else
-    for (int i = 0; i < 32; i++) { /* adding 1.5 * 2^23 rounds to an integer, half to even */
+    for (int i = 0; i < size; i++) { /* adding 1.5 * 2^23 rounds to an integer, half to even */
         const int32_t code = (int32_t)(fl_float_bits(x[i] * inverse + FL_MAGIC) - FL_MAGIC_BITS);
         codes[i] = (int8_t)code;
-        sum[i / 16] += code;
+        sum[i / 16 % 2] += code;
     }
 #endif
     g->scale = amax / 127.0f;
@@ -133,9 +136,13 @@ FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
 static void prepare(fl_acts *a, const float *x, size_t ldx, int row0, int row1) {
     for (int row = row0; row < row1; row++) {
         const float *in = x + (size_t)row * ldx;
+        int8_t *codes = fl_codes(a, row);
+        fl_group *record = fl_groups(a, row);
         if (a->kind == FL_KIND_F32) memcpy(fl_floats(a, row), in, (size_t)a->K * 4);
+        else if (a->kind == 32)
+            for (int k = 0; k < a->K; k += 32) quantise_group(in + k, 32, codes + k, record++);
         else
-            for (int g = 0; g < a->K / 32; g++) quantise_group(in + 32 * g, fl_codes(a, row) + 32 * g, fl_groups(a, row) + g);
+            for (int k = 0; k < a->K; k += a->kind) quantise_group(in + k, a->kind, codes + k, record++);
     }
 }
 
@@ -168,7 +175,7 @@ PART vb codes_of(const fl_layout *L, const uint8_t *tile, int j, int v) {
 
 /* Half-precision scales of a block of 256, converted once. */
 FL_INLINE void convert_head(const fl_layout *L, const uint8_t *head, float *dm) {
-    if (L->block == 256)
+    if (L->block == 256 && L->group <= FL_TILE_K)
         for (int i = 0; i < (L->minimum ? 2 : 1) * FL_STRIP; i += FL_LANES) vf_store(dm + i, vf_halves(head + 2 * i));
 }
 
@@ -181,6 +188,9 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
     if (L->scale == FL_SCALE_HALF) {
         *sw = vf_halves(head + 2 * r);
         if (L->minimum) *mw = vf_halves(head + 64 + 2 * r);
+    } else if (L->scale == FL_SCALE_ZERO) {
+        *sw = vf_halves(head + 2 * r);
+        *mw = vf_neg(vf_mul(*sw, vf_ints(vi_u8s(head + 64 + r))));
     } else if (L->scale == FL_SCALE_BYTES)
         *sw = vf_mul(vf_load(dm + r), vf_ints(vi_i8s(bytes)));
     else if (L->scale == FL_SCALE_PAIR) {
@@ -199,16 +209,22 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
 
 /* ---- integer sums of one group ------------------------------------------------------------------------------------------ */
 
-/* sum[r][v] = FL_SUM_BITS + sum of (q - zero) * x over one group (STEPS steps from `first`), for R rows and NV vectors from v0.
- * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0; records: those of row 0. */
-PART void group_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
-                     const int v0, const int8_t *x, size_t ldx, const fl_group *record, size_t ldr, vi sum[4][4]) {
-    const int steps = L->group / 4, first = half * steps, zero = zero_of(L);
+/* sum[r][v] = FL_SUM_BITS - zero * (sum of x over the group), for R rows and NV vectors: what tile_sums adds the products to. */
+PART void start_sums(const fl_layout *L, const int R, const int NV, const int half, const fl_group *record, size_t ldr,
+                     vi sum[4][4]) {
+    const int zero = zero_of(L);
     UNROLL for (int r = 0; r < R; r++) {
         const int32_t *s = record[r * ldr].sum;
         const int32_t start = FL_SUM_BITS - zero * (L->group == 16 ? s[half] : s[0] + s[1]);
         UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(start);
     }
+}
+
+/* sum[r][v] += sum of q * x over a tile, or over one half of it for groups of 16, for R rows and NV vectors from v0.
+ * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. */
+PART void tile_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
+                    const int v0, const int8_t *x, size_t ldx, vi sum[4][4]) {
+    const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps;
 #define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
 #if FL_WIDEN
     if (L->is_signed) {
@@ -269,7 +285,8 @@ FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const
 KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0,
                    int strip1) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const int NV = R == 1 ? MOST_VECTORS : 2, tiles = L->block / FL_TILE_K, tile_bytes = fl_tile_bytes(L);
+    const int NV = R == 1 ? MOST_VECTORS : 2, tile_bytes = fl_tile_bytes(L);
+    const int tiles = L->block / FL_TILE_K, group = fl_group_tiles(L);
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
     const int blocks = w->K / L->block;
     const uint8_t *p = w->data + (size_t)strip0 * fl_strip_bytes(L, w->K);
@@ -283,12 +300,16 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
             float dm[2 * FL_STRIP];
             convert_head(L, head, dm);
             p += L->head;
-            for (int t = 0; t < tiles; t++, p += tile_bytes, x += FL_TILE_K, record++) {
-                UNROLL for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(p + PREFETCH + i, 0, 3);
-                UNROLL for (int half = 0; half < 32 / L->group; half++)
-                    UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+            for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
+                UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
                     vi sum[4][4];
-                    group_sums(L, 1, R, NV, p, half, v0, x, ldx, record, ldr, sum);
+                    start_sums(L, R, NV, half, record, ldr, sum);
+                    for (int i = 0; i < group; i++) {
+                        const uint8_t *tile = p + i * tile_bytes;
+                        if (half == 0 && v0 == 0)
+                            UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
+                        tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum);
+                    }
                     UNROLL for (int v = 0; v < NV; v++) {
                         vf sw, mw;
                         scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
@@ -310,27 +331,27 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
 
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
 
-/* Tiles [0, tiles) from packed memory at block `head` (32: one tile per block) into the chunk. */
+/* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. */
 KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const int scales, scratch_space *c) {
     const uint8_t *head = p, *tile = p + L->head;
-    const int tile_bytes = fl_tile_bytes(L), halves = 32 / L->group;
+    const int tile_bytes = fl_tile_bytes(L), halves = fl_halves(L), group = fl_group_tiles(L);
     float dm[2 * FL_STRIP];
     convert_head(L, head, dm);
     for (int t = 0; t < tiles; t++) {
         for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(tile + PREFETCH + i, 0, 3);
         UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++)
             vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
-        if (scales)
+        if (scales && t % group == 0)
             for (int half = 0; half < halves; half++)
                 for (int v = 0; v < VECTORS; v++) {
                     vf sw, mw;
-                    const int g = t * halves + half, r = FL_LANES * v;
+                    const int g = t / group * halves + half, r = FL_LANES * v;
                     scales_of(L, head, dm, tile, half, v, &sw, &mw);
                     vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))),
                         vf_store(c->mw[g] + r, mw);
                 }
         tile += tile_bytes;
-        if (L->block == 32) head = tile, tile += L->head;
+        if ((t + 1) % (L->block / FL_TILE_K) == 0) head = tile, tile += L->head;
     }
 }
 
@@ -338,19 +359,22 @@ KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const 
 KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scratch_space *c, const int8_t *x, size_t ldx,
                            const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
     enum { NV = 2 };
+    const int group = fl_group_tiles(L);
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
         vsum sums[4][NV];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
             vsum_of(vf_load(acc[r] + FL_LANES * (v0 + v)));
-        for (int t = 0; t < tiles; t++) UNROLL for (int half = 0; half < 32 / L->group; half++) {
-                const int g = t * (32 / L->group) + half;
+        for (int t = 0; t < tiles; t += group) UNROLL for (int half = 0; half < fl_halves(L); half++) {
+                const int g = t / group * fl_halves(L) + half;
+                const fl_group *first = record + t / group;
                 vi sum[4][4];
-                group_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, record + t, ldr, sum);
+                start_sums(L, R, NV, half, first, ldr, sum);
+                for (int i = t; i < t + group; i++) tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
                     const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
                     UNROLL for (int r = 0; r < R; r++) sums[r][v] =
-                        add_group(L, sum[r][v], sw, msw, mw, record + t + r * ldr, half, sums[r][v]);
+                        add_group(L, sum[r][v], sw, msw, mw, first + r * ldr, half, sums[r][v]);
                 }
             }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++)
@@ -379,7 +403,7 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, cons
                 unpack_chunk(L, p + (size_t)(k0 / L->block) * block, tiles, 1, c);
                 for (int r = 0; r < rows; r += 4) {
                     const int8_t *x = fl_codes(a, row0 + r) + k0;
-                    const fl_group *record = fl_groups(a, row0 + r) + k0 / 32;
+                    const fl_group *record = fl_groups(a, row0 + r) + k0 / a->kind;
                     if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, c->acc + r);
                     else if (rows - r == 3)
                         multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, c->acc + r);
@@ -447,7 +471,7 @@ KERNEL void decode_values(const int layout, const uint8_t *strip, int k0, int de
             for (int v = 0; v < VECTORS; v++) vf_store(c->values[k] + FL_LANES * v, plain_of(layout, p + size * FL_LANES * v));
         return;
     }
-    const int halves = 32 / L->group;
+    const int halves = fl_halves(L), steps = FL_TILE_K / 4 / halves;
     for (int t = 0; t < depth / FL_TILE_K; t++) {
         const uint8_t *head = strip + (size_t)((k0 + FL_TILE_K * t) / L->block) * fl_block_packed(L);
         const uint8_t *tile = head + L->head + (k0 + FL_TILE_K * t) % L->block / FL_TILE_K * fl_tile_bytes(L);
@@ -456,7 +480,7 @@ KERNEL void decode_values(const int layout, const uint8_t *strip, int k0, int de
         UNROLL for (int half = 0; half < halves; half++) UNROLL for (int v = 0; v < VECTORS; v++) {
             vf sw, mw;
             scales_of(L, head, dm, tile, half, v, &sw, &mw);
-            UNROLL for (int j = half * L->group / 4; j < (half + 1) * L->group / 4; j++) {
+            UNROLL for (int j = half * steps; j < (half + 1) * steps; j++) {
                 vb q = codes_of(L, tile, j, v); /* unsigned from here, signed layouts too */
                 if (L->is_signed && FL_WIDEN) q = vb_xor(q, vb_set1(0x80));
                 UNROLL for (int i = 0; i < 4; i++) {
@@ -538,10 +562,11 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
     for (int b = 0; b < w->K / L->block; b++, p += fl_block_packed(L))
         for (int t = 0; t < L->block / FL_TILE_K; t++, out += FL_TILE_K) {
             const uint8_t *tile = p + L->head + t * fl_tile_bytes(L);
-            for (int half = 0; half < 32 / L->group; half++) {
+            for (int half = 0; half < fl_halves(L); half++) {
+                const int count = FL_TILE_K / fl_halves(L);
                 float sw, mw;
                 fl_scales(L, p, tile, r, half, &sw, &mw);
-                for (int k = half * L->group; k < (half + 1) * L->group; k++) {
+                for (int k = half * count; k < (half + 1) * count; k++) {
                     out[k] = sw * (float)(fl_code(L, tile, r, k) - L->zero);
                     if (L->minimum) out[k] += mw;
                 }
@@ -594,13 +619,24 @@ INT8_LAYOUT(FL_Q6_K)
 INT8_LAYOUT(FL_IQ4_NL)
 INT8_LAYOUT(FL_IQ4_XS)
 INT8_LAYOUT(FL_MXFP4)
+INT8_LAYOUT(FL_INT4G32)
+INT8_LAYOUT(FL_INT4G64)
+INT8_LAYOUT(FL_INT4G128)
+INT8_LAYOUT(FL_INT4G256)
+INT8_LAYOUT(FL_INT4G64S)
+INT8_LAYOUT(FL_INT4G128S)
+INT8_LAYOUT(FL_INT4G256S)
+INT8_LAYOUT(FL_INT8G64)
+INT8_LAYOUT(FL_INT8G128)
 PLAIN_LAYOUT(FL_F32)
 PLAIN_LAYOUT(FL_F16)
 PLAIN_LAYOUT(FL_BF16)
 
 #define EVERY_LAYOUT(f)                                                                                                        \
-    {f##FL_Q4_0, f##FL_Q4_1, f##FL_Q5_0,   f##FL_Q5_1,   f##FL_Q8_0,  f##FL_Q2_K, f##FL_Q3_K, f##FL_Q4_K,                      \
-     f##FL_Q5_K, f##FL_Q6_K, f##FL_IQ4_NL, f##FL_IQ4_XS, f##FL_MXFP4, f##FL_F32,  f##FL_F16,  f##FL_BF16}
+    {f##FL_Q4_0,     f##FL_Q4_1,     f##FL_Q5_0,     f##FL_Q5_1,     f##FL_Q8_0,      f##FL_Q2_K,      f##FL_Q3_K,             \
+     f##FL_Q4_K,     f##FL_Q5_K,     f##FL_Q6_K,     f##FL_IQ4_NL,   f##FL_IQ4_XS,    f##FL_MXFP4,     f##FL_INT4G32,          \
+     f##FL_INT4G64,  f##FL_INT4G128, f##FL_INT4G256, f##FL_INT4G64S, f##FL_INT4G128S, f##FL_INT4G256S, f##FL_INT8G64,          \
+     f##FL_INT8G128, f##FL_F32,      f##FL_F16,      f##FL_BF16}
 
 static void (*const linears[FL_LAYOUTS])(const fl_weight *, const fl_acts *, const target *, int, int,
                                          scratch_space *) = EVERY_LAYOUT(linear_);
