@@ -10,7 +10,7 @@ the end of a step, failed or not: from then on, host memory that was being uploa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,8 +49,11 @@ class Executor:
         sources: Mapping[str, TensorSource],
         backends: Mapping[str, Backend],
         progress: Callable[[int, int, str], None] | None = None,
+        observe: Callable[[int], AbstractContextManager[object]] | None = None,
     ):
-        """Allocates, loads and compiles. backends: device name -> open backend (not closed by the executor)."""
+        """Allocates, loads and compiles. backends: device name -> open backend (not closed by the executor).
+
+        observe: for measurements. Every node is then run alone and waited for, inside of `observe(index of the node)`."""
         self.plan, self.backends = plan, dict(backends)
         limits = plan.limits
         self.block_size, self.num_blocks, self.max_blocks = limits.block_size, limits.num_blocks, limits.max_blocks
@@ -59,6 +62,7 @@ class Executor:
         self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
         self._hosted: dict[tuple[str, str], Buffer] = {}
         self._programs: list[Program | None] = []
+        self._single: list[Program] = []  # programs of one node, only while somebody observes
         self._closed = False
         used = tuple(dict.fromkeys(s.device for s in plan.segments))
         self._streams: dict[str, Stream] = {d: self.backends[d].new_stream() for d in used}
@@ -80,10 +84,13 @@ class Executor:
             }
             for segment in plan.segments:
                 nodes = [plan.graph.nodes[i] for i in segment.nodes]
-                self._programs.append(self.backends[segment.device].compile(nodes, envs[segment.device]))
+                backend = self.backends[segment.device]
+                self._programs.append(None if observe is not None else backend.compile(nodes, envs[segment.device]))
             self._interpreted = [
                 self._resolve_ops(s, envs[s.device]) if p is None else [] for s, p in zip(plan.segments, self._programs, strict=True)
             ]
+            if observe is not None:
+                self._interpreted = [self._observed(s, envs[s.device], c, observe) for s, c in zip(plan.segments, self._interpreted, strict=True)]
         except BaseException:
             self.close()
             raise
@@ -180,6 +187,29 @@ class Executor:
 
             calls.append(call)
         return calls
+
+    def _observed(
+        self,
+        segment: Segment,
+        env: CompileEnv,
+        calls: list[Callable[[StepDims], None]],
+        observe: Callable[[int], AbstractContextManager[object]],
+    ) -> list[Callable[[StepDims], None]]:
+        """The calls of a segment, each waited for inside of `observe`; a node that the backend compiles alone runs as that program."""
+        backend, stream = self.backends[segment.device], self._streams[segment.device]
+        result: list[Callable[[StepDims], None]] = []
+        for index, call in zip(segment.nodes, calls, strict=True):
+            program = backend.compile([self.plan.graph.nodes[index]], env)
+            if program is not None:
+                self._single.append(program)
+
+            def run(dims: StepDims, index: int = index, inner: Callable[[StepDims], None] = program.run if program else call) -> None:
+                with observe(index):
+                    inner(dims)
+                    stream.synchronize()
+
+            result.append(run)
+        return result
 
     # a step ---------------------------------------------------------------------------------------------------------
 
@@ -290,7 +320,7 @@ class Executor:
             stack.callback(self._host.clear)
             for buffer in (*self._hosted.values(), *self._arenas.values()):
                 stack.callback(buffer.close)
-            for program in self._programs:
+            for program in (*self._programs, *self._single):
                 if program is not None:
                     stack.callback(program.close)
 

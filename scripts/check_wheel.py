@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"interface": "fastllm", **{room: f"fastllm/{room}" for room in ("core", "models", "formats", "text", "backends")}}
 NATIVE = {"fastllm/core/_kernels", "fastllm/backends/cpu_avx/_native"}
-SHIPPED = (".py", ".pyi", ".typed", ".json", ".toml")
+SHIPPED = (".py", ".in", ".pyi", ".typed", ".json", ".toml")
 
 
 def expected() -> set[str]:

@@ -367,7 +367,7 @@ def backend_list() -> str:
     return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in backend_specs()])
 
 
-COMMANDS = ("run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show")
+COMMANDS = ("run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status")
 
 PARTS: dict[str, Callable[[], str]] = {
     "families": families,

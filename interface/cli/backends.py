@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from .backend_author import new_backend, show_status
+
 __all__ = ["backends_command"]
 
 _shared = (
@@ -28,9 +30,9 @@ def _options(command: Any) -> Any:
 @click.group("backends", invoke_without_command=True)
 @click.pass_context
 def backends_command(context: click.Context) -> None:
-    """List backends, or show one: their state, devices, options and where they come from.
+    """List backends, show one, or write one.
 
-    Without a command, `list`. A backend is chosen with `fastllm run --backend NAME`.
+    Without a command, `list`. A backend is chosen with `fastllm run --backend NAME`. `fastllm backend` is the same.
     """
     if context.invoked_subcommand is None:
         context.invoke(list_backends, as_json=False, plugins_file=None, plugin_paths=(), debug=False)
@@ -87,6 +89,10 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
         for key, value in rows:
             click.echo(escape_controls(f"{key:{width}}  {value}"))
     return state.exit_code
+
+
+backends_command.add_command(new_backend)
+backends_command.add_command(show_status)
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

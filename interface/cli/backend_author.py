@@ -1,0 +1,72 @@
+"""`fastllm backend new | status`: for those who write a backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import load_options, model_options
+
+__all__ = ["new_backend", "show_status"]
+
+STYLES = ("numpy", "cython", "cupy", "opencl")  # of fastllm.scaffold, which `--help` does not import
+
+
+@click.command("new")
+@click.argument("vendor")
+@click.option("--style", type=click.Choice(STYLES), default="numpy", show_default=True, help="What the kernels will be written in.")
+@click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Folder to write into.  [default: this one]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def new_backend(vendor: str, style: str, folder: Path, as_json: bool) -> None:
+    """Write a backend package, fastllm-backend-VENDOR, that installs and works before a single op is written.
+
+    Every op is inherited at first: right, and slow. Its README says how to go on.
+    """
+    from ..scaffold import write_backend
+    from .terminal import escape_controls
+
+    files = write_backend(vendor, style, folder)
+    target = folder / f"fastllm-backend-{vendor.replace('_', '-')}"
+    if as_json:
+        click.echo(json.dumps({"folder": str(target), "style": style, "files": [str(f) for f in files]}, indent=1))
+        return
+    for file in files:
+        click.echo(escape_controls(str(file)))
+    click.echo(escape_controls(f"next: cd {target} && pip install -e . && fastllm conformance run --backend {vendor} --level bronze"))
+
+
+@click.command("status")
+@click.argument("name")
+@click.argument("model", required=False)
+@click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Decode steps to measure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+def show_status(name: str, model: str | None, steps: int, **values: Any) -> None:
+    """Show what backend NAME computes itself in MODEL, what it inherits, what leaves it, and what each op costs.
+
+    The model is run op by op; the op at the top is the one to write next. Native means: not inherited, and nothing was downloaded.
+    """
+    from ..backend_status import backend_status
+    from ..loading import DEFAULT_MODEL
+    from .terminal import Reporter, escape_controls
+
+    if values.pop("backend"):
+        raise click.UsageError("the backend is the first argument: fastllm backend status NAME")
+    with Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
+        callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
+        options = load_options({**values, "backend": name, "fallback": values["fallback"] or "allow"}, max_batch_size=1, **callbacks)
+        status = backend_status(name.partition(":")[0], model or DEFAULT_MODEL, options, steps)
+        reporter.stop()
+    if values["as_json"]:
+        click.echo(json.dumps(status.as_dict(), indent=1))
+        return
+    asked = ", ".join(f"{dim} {low}–{high:,}" for dim, (low, high) in status.ranges.items())
+    click.echo(escape_controls(f"{name}: native {status.native}/{status.total} ops of {status.model} ({asked})"))
+    click.echo(f"{'OP':12} {'STATE':10} {'NODES':>5} {'SHARE':>7} {'MS':>9}  RUNS AS")
+    for op in status.ops:
+        where = op.impl if op.state != "fallback" else f"{op.impl} on {op.device}: {op.reason}"
+        click.echo(escape_controls(f"{op.op:12} {op.state:10} {op.count:5} {op.share:7.1%} {1e3 * op.seconds:9.3f}  {where}"))
+    click.echo(f"a decode step, op by op: {1e3 * status.step_s:.2f} ms; {status.copy_bytes_per_token:,} bytes copied between devices")

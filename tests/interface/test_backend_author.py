@@ -1,0 +1,130 @@
+"""`fastllm backend new` and `status`: what is written works at once, and nothing about an op is believed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import tomllib
+
+import pytest
+
+from fastllm import scaffold
+from fastllm.core.errors import FastLLMError, UsageError
+from fastllm.scaffold import STYLES, write_backend
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_is_whole(style, tmp_path):
+    files = write_backend("acme_npu", style, tmp_path)
+    folder = tmp_path / "fastllm-backend-acme-npu"
+    assert files == sorted(p for p in folder.rglob("*") if p.is_file())
+    for file in files:
+        text = file.read_text()
+        assert "$" not in text.replace("${{ matrix.python }}", "")
+        assert "VENDOR" not in text
+        if file.suffix in (".py", ".pyi"):
+            ast.parse(text)
+        if file.suffix == ".toml":
+            tomllib.loads(text)
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["fastllm.backends"] == {"acme_npu": "fastllm_backend_acme_npu.plugin"}
+    listed = {p.name for p in (folder / "src/fastllm_backend_acme_npu").iterdir()}
+    assert {"__init__.py", "plugin.py", "backend.py", "ops.py", "device.py", "conformance.toml", "py.typed"} <= listed
+    assert ("_memory.pyx" in listed) == (style == "cython")
+    imports = {
+        node.module for f in folder.rglob("src/**/*.py") for node in ast.walk(ast.parse(f.read_text())) if isinstance(node, ast.ImportFrom)
+    }
+    assert {m for m in imports if m and m.startswith("fastllm")} == {"fastllm.api"}  # nothing else is promised to stay
+
+
+@pytest.mark.parametrize("name", ["", "a", "3x", "Acme", "acme-npu", "a" * 33, "class", "sys", "ref", "cpu_avx", "auto", "../x", "a b"])
+def test_names_that_cannot_be(name, tmp_path):
+    with pytest.raises(UsageError):
+        write_backend(name, "numpy", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    write_backend("acme", "numpy", tmp_path)
+    with pytest.raises(UsageError, match="exists"):
+        write_backend("acme", "opencl", tmp_path)
+    with pytest.raises(UsageError, match="no style 'vulkan'"):
+        write_backend("other", "vulkan", tmp_path)
+    monkeypatch.setitem(scaffold.FILES, "README.md.in", "README.md/README.md.in/" + "x" * 300)
+    with pytest.raises(FastLLMError, match="cannot write"):
+        write_backend("other", "numpy", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["fastllm-backend-acme"]
+
+
+@pytest.fixture
+def acme(tmp_path):
+    """The numpy style as if it were installed: environment variables for a child process."""
+    write_backend("acme_npu", "numpy", tmp_path)
+    source = tmp_path / "fastllm-backend-acme-npu" / "src"
+    info = source / "fastllm_backend_acme_npu-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastllm-backend-acme-npu\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[fastllm.backends]\nacme_npu = fastllm_backend_acme_npu.plugin\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))}
+
+
+def test_a_new_backend_answers_like_ref_and_says_that_nothing_is_native(acme, fastllm, tiny_model):
+    options = ("run", tiny_model, "--prompt", "x", "--temperature", 0, "-n", 8, "--ignore-eos", "--json")
+    here = json.loads(fastllm(*options, "--backend", "ref").stdout)
+    done = fastllm(*options, "--backend", "acme_npu", env=acme)
+    assert done.returncode == 0, done.stderr
+    there = json.loads(done.stdout)
+    assert (there["output_ids"], there["backend"]) == (here["output_ids"], "acme_npu")
+    done = fastllm("backend", "status", "acme_npu", tiny_model, "--json", env=acme)
+    status = json.loads(done.stdout)
+    assert {op["state"] for op in status["ops"]} == {"inherited"}
+    assert status["native"] == 0
+    assert fastllm("backends", "show", "acme_npu", env=acme).returncode == 0
+
+
+def test_status_observes(run, tiny_model):
+    options = ("--ctx", 32, "--steps", 2, "--json", "-q")
+    whole = json.loads(run("backend", "status", "fake", tiny_model, *options).out)
+    assert {op["state"] for op in whole["ops"]} == {"native"}
+    assert whole["native"] == whole["total"] == len(whole["ops"])
+    assert whole["ranges"]["ctx"] == [0, 32]
+    assert abs(sum(op["share"] for op in whole["ops"]) - 1) < 1e-6
+    assert [op["seconds"] for op in whole["ops"]] == sorted((op["seconds"] for op in whole["ops"]), reverse=True)
+    some = ("--backend-opt", "without=rope", "--backend-opt", "inherit=linear,add")
+    parts = json.loads(run("backend", "status", "fake", tiny_model, *options, *some).out)
+    assert {op["op"]: op["state"] for op in parts["ops"] if op["state"] != "native"} == {"rope": "fallback", "linear": "inherited", "add": "inherited"}
+    assert parts["native"] == parts["total"] - 3
+    assert parts["copy_bytes_per_token"] > 0
+
+
+def test_an_op_that_claims_to_be_native_and_downloads_is_inherited(run, tiny_model, monkeypatch):
+    from fastllm.api import Yes
+    from fastllm.backends.fake.backend import FakeBackend
+
+    supports, ops = FakeBackend.supports, FakeBackend.ops
+
+    def claims(self, q):
+        return Yes("fake.mine") if q.op == "add" and isinstance(supports(self, q), Yes) else supports(self, q)
+
+    monkeypatch.setattr(FakeBackend, "supports", claims)
+    monkeypatch.setattr(FakeBackend, "ops", lambda self: {**ops(self), "fake.mine": ops(self)["ref.add"]})
+    status = json.loads(run("backend", "status", "fake", tiny_model, "--ctx", 32, "--steps", 1, "--json", "-q").out)
+    assert {op["state"] for op in status["ops"] if op["op"] == "add"} == {"inherited"}
+
+
+def test_status_in_words_and_its_errors(run, tiny_model):
+    done = run("backend", "status", "cpu_avx", tiny_model, "--ctx", 32, "--steps", 1, "-q")
+    assert done.out.startswith("cpu_avx: native ")
+    assert "linear" in done.out
+    assert run("backend", "status", "nothing", tiny_model).code == 2
+    assert run("backend", "status", "fake", tiny_model, "--backend", "ref").code == 2
+    assert run("backend", "status", "fake", "/no/such/file.gguf").code == 2
+
+
+def test_new_on_the_command_line(run, tmp_path):
+    done = run("backend", "new", "acme", "--dir", tmp_path, "--style", "cython", "--json")
+    facts = json.loads(done.out)
+    assert done.code == 0
+    assert len(facts["files"]) == len({*facts["files"]}) > 12
+    assert run("backend", "new", "acme", "--dir", tmp_path).code == 2
