@@ -299,6 +299,19 @@ class GraphBuilder:
         """Softmax over the last axis."""
         return self.op("softmax", x)[0]
 
+    def route_topk(self, logits: Value, choose_bias: Value | None = None, **attrs: Any) -> tuple[Value, Value]:
+        """The experts of each row of logits [T, E]: ids [T, k] i32 and weights [T, k] f32. attrs: k, score, groups, keep_groups,
+        group_score, renorm, scale."""
+        ids, weights = self.op("route_topk", logits, choose_bias, **attrs)
+        return ids, weights
+
+    def moe(
+        self, x: Value, ids: Value, weights: Value, gate: Value, up: Value | None, down: Value, *biases: Value | None, kind: str = "silu"
+    ) -> Value:
+        """Σ weight · expert(x) over each row's experts: x [T, C], gate and up [E, F, C], down [E, C, F] -> [T, C]. biases: of gate
+        [E, F], up [E, F] and down [E, C]."""
+        return self.op("moe", x, ids, weights, gate, up, down, *biases, kind=kind)[0]
+
     def softcap(self, x: Value, cap: float) -> Value:
         """cap · tanh(x / cap)."""
         return self.op("softcap", x, cap=cap)[0]

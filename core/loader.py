@@ -13,7 +13,7 @@ import numpy as np
 
 from .backend import Backend, Buffer, Stream
 from .errors import ModelFileError
-from .planner import Place, Plan
+from .planner import Plan
 from .weights import HostTensor, TensorSource, WeightRef
 
 __all__ = ["load_weights"]
@@ -40,34 +40,48 @@ def load_weights(
     for device, name, place in wanted:
         if name not in weights:
             raise ModelFileError(f"the model's family names no source for the graph weight '{name}'")
-        tensor = weights[name].resolve(sources, name, place.shape)
         arena = arenas[(device, "weights", place.chunk)]
-        if place.layout is not None:
-            backends[device].pack_weight(tensor, place.layout, arena, place.offset)
-        else:
-            _upload_plain(tensor, place, backends[device], arena, streams[device])
+        stacked = len(place.shape) > 2  # matrix by matrix: a stack of experts need not fit in memory twice
+        refs = weights[name].split(place.shape[0]) if stacked else (weights[name],)
+        step = place.nbytes // len(refs)
+        for index, ref in enumerate(refs):
+            tensor, offset = ref.resolve(sources, name, place.shape[1:] if stacked else place.shape), place.offset + index * step
+            if place.layout is not None:
+                backends[device].pack_weight(_in_format(tensor, place.layout.format), place.layout, arena, offset)
+            else:
+                _upload_plain(tensor, place.dtype, backends[device], arena, offset, streams[device])
         done += place.nbytes
         if progress is not None:
             progress(done, total, name)
 
 
-def _upload_plain(tensor: HostTensor, place: Place, backend: Backend, arena: Buffer, stream: Stream) -> None:
+def _in_format(tensor: HostTensor, format: str) -> HostTensor:
+    """The tensor as a packed layout takes it: the planner may have chosen a plain form of a format that the backend does not pack."""
+    if tensor.format == format:
+        return tensor
+    from . import _kernels
+
+    values = tensor.decode().reshape(-1)
+    data = values if format == "f32" else _kernels.encode(format, values)
+    return HostTensor(tensor.name, tensor.shape, format, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+
+
+def _upload_plain(tensor: HostTensor, dtype: str, backend: Backend, arena: Buffer, offset: int, stream: Stream) -> None:
     """A weight in a plain form: as it is if the file has that form, else decoded by blocks of rows."""
-    if tensor.format == place.dtype:
-        backend.upload(arena, place.offset, memoryview(np.ascontiguousarray(tensor.data)), stream)
+    if tensor.format == dtype:
+        backend.upload(arena, offset, memoryview(np.ascontiguousarray(tensor.data)), stream)
         stream.synchronize()  # gathered rows are gone after this
         return
     from . import _kernels
 
-    rows = place.shape[0] if len(place.shape) > 1 else 1
-    row = int(np.prod(place.shape, dtype=np.int64)) // max(rows, 1)
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    row = int(np.prod(tensor.shape, dtype=np.int64)) // max(rows, 1)
     row_bytes = tensor.quant.nbytes(row)
     step = max(1, DECODE_BYTES // (4 * max(row, 1)))
-    offset = place.offset
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         values = _kernels.decode(tensor.format, tensor.data[start * row_bytes : stop * row_bytes], (stop - start) * row)
-        block = values if place.dtype == "f32" else _kernels.encode(place.dtype, values)
+        block = values if dtype == "f32" else _kernels.encode(dtype, values)
         raw = np.ascontiguousarray(block).view(np.uint8)
         backend.upload(arena, offset, memoryview(raw), stream)
         stream.synchronize()  # so is a decoded block

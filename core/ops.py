@@ -1,8 +1,9 @@
 """The operator catalogue (opset 1): what each op means, what it takes, and the shapes it gives.
 
 A backend implements these; `backends/ref` defines them in numpy. *Core* ops must be there (natively or inherited from `ref`);
-*extended* ops carry a decomposition into core ops, so that a backend written for opset 1 runs models that use them. An op never
-changes meaning: a change is a new op, or a new attribute with a neutral default.
+*extended* ops are asked for first. What a device lacks of them becomes core ops where the op has a decomposition, and runs on the
+next device (`cpu_avx`, `ref`) where it has none: a choice of experts by rank, or a state that is read and written at once, is no sum
+of core ops. An op never changes meaning: a change is a new op, or a new attribute with a neutral default.
 
 All activations are f32 unless a rule says otherwise. Every op obeys one law: **a row of the result depends on that row of the
 operands only**, whatever else is in the batch, and its bits do not change with T, S or R.
@@ -21,7 +22,19 @@ from .errors import ShapeError
 if TYPE_CHECKING:
     from .graph import GraphBuilder, Value
 
-__all__ = ["ACTIVATIONS", "CATALOGUE", "CORE_OPS", "MASKS", "OPSET", "STEP_INPUTS", "Attr", "Dim", "OpSpec", "Shape"]
+__all__ = [
+    "ACTIVATIONS",
+    "CATALOGUE",
+    "CORE_OPS",
+    "MASKS",
+    "OPSET",
+    "PRIMITIVE_OPS",
+    "STEP_INPUTS",
+    "Attr",
+    "Dim",
+    "OpSpec",
+    "Shape",
+]
 
 OPSET: Final = 1
 
@@ -56,6 +69,7 @@ STEP_INPUTS: Final[dict[str, tuple[Shape, str]]] = {
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MAX_F32: Final = 3.4028234663852886e38
 MASKS: Final = ("causal", "full", "prefix", "chunk")
+SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
 
 
 @dataclass(frozen=True)
@@ -85,20 +99,22 @@ class Attr:
 @dataclass(frozen=True)
 class OpSpec:
     """One op. inputs: argument names, those ending in "?" may be absent. attrs: name -> Attr. infer: shapes and dtypes of the
-    outputs from those of the inputs. decompose: for extended ops, builds the same outputs from core ops (`decompose.py`)."""
+    outputs from those of the inputs. decompose: builds the same outputs from core ops (`decompose.py`); extended: a backend may lack
+    it, although there is no decomposition."""
 
     name: str
     inputs: tuple[str, ...]
     infer: Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     decompose: Callable[[GraphBuilder, Sequence[Value | None], Mapping[str, Any]], Sequence[Value]] | None = None
+    extended: bool = False
     since: int = 1
     doc: str = ""
 
     @property
     def core(self) -> bool:
         """True if every backend must have it."""
-        return self.decompose is None
+        return self.decompose is None and not self.extended
 
     def complete_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """attrs with defaults filled in. Raises ShapeError for unknown, missing or impossible ones."""
@@ -237,6 +253,29 @@ def _sample(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) ->
     return [((logits[0],), "i32")]
 
 
+def _route_topk(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    logits, _ = _present("route_topk", o[0], "logits")
+    fits = len(logits) == 2 and (o[1] is None or o[1][0] == (logits[1],)) and int(logits[1]) % a["groups"] == 0
+    _require(fits, "route_topk", f"logits [T, E], choose_bias [E], and E a multiple of {a['groups']} groups", *o)
+    size = int(logits[1]) // a["groups"]
+    fits = a["keep_groups"] <= a["groups"] and a["k"] <= a["keep_groups"] * size
+    fits = fits and (a["group_score"] != "top2sum" or a["groups"] == 1 or size > 1)
+    _require(fits, "route_topk", f"k={a['k']} experts in the {a['keep_groups']} of {a['groups']} groups that are kept", *o)
+    return [((logits[0], a["k"]), "i32"), ((logits[0], a["k"]), "f32")]
+
+
+def _moe(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (x, _), (ids, kind) = _present("moe", o[0], "x"), _present("moe", o[1], "ids")
+    (weights, _), (gate, _), (down, _) = (_present("moe", o[i], name) for i, name in ((2, "weights"), (3, "gate"), (5, "down")))
+    fits = len(x) == 2 and len(ids) == 2 and kind == "i32" and ids[0] == x[0] and weights == ids
+    _require(fits, "moe", "x [T, C], ids i32[T, k] and weights [T, k]", *o)
+    fits = len(gate) == 3 and gate[2] == x[1] and down == (gate[0], x[1], gate[1]) and (o[4] is None or o[4][0] == gate)
+    fits = fits and all(b is None or b[0] == gate[:2] for b in o[6:8]) and (o[8] is None or o[8][0] == down[:2])
+    _require(fits, "moe", "gate and up [E, F, C], down [E, C, F], biases [E, F], [E, F] and [E, C]", *o)
+    _require(o[7] is None or o[4] is not None, "moe", "no up_bias without up", *o)
+    return [((x[0], x[1]), "f32")]
+
+
 def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Sequence[Value]:
     x = inputs[0]
     if x is None:
@@ -291,6 +330,19 @@ _SPECS = (
             "adjust_sub"), _sample, doc="""
         One id per row, a pure function of the row's logits, its parameters and u (see `core/sampling.py` for the order). A row
         without a finite logit gives −1, which the engine turns into an error."""),
+    OpSpec("route_topk", ("logits", "choose_bias?"), _route_topk,
+           {"k": Attr(low=1), "score": Attr("softmax", SCORES), "groups": Attr(1, low=1), "keep_groups": Attr(1, low=1),
+            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, extended=True, doc="""
+        ids i32[T, k] and weights f32[T, k] of the experts of each row. s = softmax(logits), σ(logits), or (softmax_of_chosen) the
+        logits; c = s + choose_bias. The E experts are `groups` runs of equal length; a group counts with its largest c, or (top2sum)
+        the sum of its two largest; only the `keep_groups` best take part. Chosen are the k largest c, in descending order; ties go to
+        the lower id, also among groups. weights = s of the chosen (softmax_of_chosen: softmax over the k chosen logits); with
+        renorm: w / (Σw + 1e-20); then · scale (DeepSeek-V3, arXiv 2412.19437, eq. 12–16)."""),
+    OpSpec("moe", ("x", "ids", "weights", "gate", "up?", "down", "gate_bias?", "up_bias?", "down_bias?"), _moe,
+           {"kind": Attr("silu", ACTIVATIONS)}, extended=True, doc="""
+        out[t] = Σ_j weights[t, j] · y_e with e = ids[t, j] and y_e = down_e · act_mul(gate_e · x[t], up_e · x[t]), each product with
+        its bias. gate, up: [E, F, C]; down: [E, C, F], of any format; ids: distinct in a row, in 0…E−1. The sum begins with 0 and
+        takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
     OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, _softcap_decomposed, doc="""out = cap · tanh(x / cap)."""),
 )  # fmt: skip
 
@@ -299,3 +351,6 @@ CATALOGUE: Final[dict[str, OpSpec]] = {spec.name: spec for spec in _SPECS}
 
 CORE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.core)
 """Names of the core ops of this opset, in catalogue order."""
+
+PRIMITIVE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.decompose is None)
+"""Names of the ops without a decomposition: what `RefBackend` defines."""

@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .backend import PackedLayout, StepDims, plain_bytes
-from .graph import Graph
+from .graph import Graph, Node
 
-__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits"]
+__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "active_experts", "total_experts"]
 
 HOST = "host"
 """Who runs `sample`: the executor itself, from downloaded logits. Its adjustments and masks have no bound that a device could
 reserve memory for, and two implementations of the draw would have to agree bit for bit."""
+
+
+def active_experts(graph: Graph, node: Node) -> int:
+    """Experts that one row of a `moe` node takes; 1 for other nodes."""
+    return int(graph.values[str(node.inputs[1])].shape[1]) if node.op == "moe" else 1
+
+
+def total_experts(graph: Graph, node: Node) -> int:
+    """Experts of a `moe` node; 1 for other nodes."""
+    return int(graph.values[str(node.inputs[3])].shape[0]) if node.op == "moe" else 1
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,17 @@ class Plan:
         return sum(sum(sizes) for (_, name), sizes in self.arenas.items() if name == arena)
 
     def bytes_per_token(self) -> int:
-        """Weight bytes that one decode step of one sequence reads: every weight that a node other than `embed` uses, once."""
-        used = set()
+        """Weight bytes that one decode step of one sequence reads: every weight that a node other than `embed` uses, once; of the
+        experts those that a row takes."""
+        used: dict[tuple[str, str], int] = {}
         for decision in self.decisions:
             node = self.graph.nodes[decision.node]
             names = node.inputs[:1] if node.op == "embed" else node.inputs
-            used |= {(decision.device, n) for n in names if n is not None and self.graph.values[n].kind == "weight"}
-        return sum(self.places[key].nbytes for key in used)
+            for name in names:
+                if name is not None and self.graph.values[name].kind == "weight":
+                    nbytes = self.places[(decision.device, name)].nbytes
+                    used[(decision.device, name)] = nbytes * active_experts(self.graph, node) // total_experts(self.graph, node)
+        return sum(used.values())
 
     def copy_bytes_per_token(self) -> int:
         """Bytes that cross devices for one token."""

@@ -157,28 +157,34 @@ class _Planner:
 
     def _source_format(self, value: Value) -> str:
         ref = self.weights.get(value.name)
-        source = self.sources.get(ref.source) if ref is not None else None
-        if ref is None or source is None:
-            # resolve() explains what is missing; without a file (shape-only plans of tests) weights count as f32
+        if ref is None:  # without a file (shape-only plans of tests) weights count as f32; the loader explains what is missing
             return "f32"
-        return "f32" if ref.add or value.dtype == "f32" else source.format
+        return "f32" if value.dtype == "f32" else ref.format(self.sources)
 
     def _uses(self, name: str) -> frozenset[str]:
         return frozenset(n.op for n in self.graph.nodes if name in n.inputs)
 
     def _layout(self, value: Value, device: str) -> PackedLayout | None:
+        """The packed form of a weight on a device; of a stack: that of one of its matrices, which are packed one by one. A stack whose
+        format the backend does not pack is asked for in the plain form that holds it: experts have no kernel for plain memory."""
         if value.dtype == "f32":
             return None
+        backend, format, uses = self.backends[device], self._source_format(value), self._uses(value.name)
         shape = [int(d) for d in value.shape]
-        return self.backends[device].pack_layout(shape, self._source_format(value), self._uses(value.name))
+        if len(shape) < 3:
+            return backend.pack_layout(shape, format, uses)
+        forms = dict.fromkeys((format, NARROW.get(FORMATS[format].lossless, ("f32",))[0]))
+        layouts = (backend.pack_layout(shape[-2:], form, uses) for form in forms)
+        return next((layout for layout in layouts if layout is not None), None)
 
     def _dtype(self, value: Value, device: str, assume: Mapping[str, str]) -> str:
         """What an operand looks like on this device: a weight's format where it is packed, else the plain form it takes."""
         if value.kind != "weight" or value.dtype != "any":
             return value.dtype
         format = self._source_format(value)
-        if self._layout(value, device) is not None:
-            return format
+        layout = self._layout(value, device)
+        if layout is not None:
+            return layout.format
         return self._plain_format(format, value, device, assume)
 
     def _plain_format(self, format: str, value: Value, device: str, assume: Mapping[str, str]) -> str:
@@ -243,7 +249,8 @@ class _Planner:
                     if value.kind == "weight":
                         layout = self._layout(value, segment.device)
                         dtype = self._dtype(value, segment.device, {})
-                        size = layout.nbytes if layout else plain_bytes([int(d) for d in value.shape], dtype)
+                        shape = [int(d) for d in value.shape]
+                        size = self._packed_bytes(layout, shape, backend) if layout else plain_bytes(shape, dtype)
                         self._add(segment.device, value, "weights", size, dtype=dtype, layout=layout)
                     elif isinstance(value.spec, KVSpec):
                         block = backend.kv_block_bytes(value.spec, self.limits.block_size)
@@ -254,6 +261,12 @@ class _Planner:
                     elif value.kind in ("input", "const"):
                         shape = [self.limits.resolve(d) for d in value.shape]
                         self._add(segment.device, value, "host", plain_bytes(shape, value.dtype))
+
+    def _packed_bytes(self, layout: PackedLayout, shape: Sequence[int], backend: Backend) -> int:
+        """Bytes of a packed weight; each matrix of a stack begins aligned."""
+        if len(shape) < 3:
+            return layout.nbytes
+        return shape[0] * (-(-layout.nbytes // backend.limits.alignment) * backend.limits.alignment)
 
     def _place_activations(self) -> None:
         outputs = {self.graph.base(n).name for n in self.graph.outputs}

@@ -8,8 +8,8 @@ which source, rows and constant each graph input is made of. Everything here sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,18 +62,51 @@ class WeightRef:
     """What one graph weight is made of, applied in this order.
 
     source: name in the file. expert: index into axis 0 of a stacked 3-D tensor. rows: [start, stop) of axis 0, a view also
-    for quantised formats. row_index: a gather of axis 0 (rows permuted or interleaved; copies). add: constant added in f32
-    (norms stored minus one). The result must have the shape that the graph declares.
+    for quantised formats. transpose: a matrix stored [in, out] (copies; block formats are decoded). row_index: a gather of axis 0
+    (rows permuted or interleaved; copies). add: constant added in f32 (norms stored minus one). The result must have the shape that
+    the graph declares.
+
+    parts: the weight is a stack of these instead, one for each index of axis 0 (experts that are tensors of their own, heads that
+    are rows of one tensor); source is "" then.
     """
 
     source: str
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    transpose: bool = False
     row_index: tuple[int, ...] | None = None
     add: float = 0.0
+    parts: tuple[WeightRef, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors that it takes from the file."""
+        return tuple(part.source for part in self.parts) if self.parts else (self.source,)
+
+    def split(self, count: int) -> tuple[WeightRef, ...]:
+        """The `count` matrices of a stack, each by itself: what a loader that must not hold the whole stack asks for."""
+        if self.parts:
+            return self.parts
+        return tuple(replace(self, expert=i) for i in range(count))
+
+    def renamed(self, rename: Callable[[str], str]) -> WeightRef:
+        """The same of other tensors."""
+        return replace(self, source=rename(self.source) if self.source else "", parts=tuple(p.renamed(rename) for p in self.parts))
+
+    def format(self, sources: Mapping[str, TensorSource]) -> str:
+        """The format of what `resolve` gives; "f32" if a tensor is missing (resolve explains it) or parts differ."""
+        if self.parts:
+            formats = {part.format(sources) for part in self.parts}
+            return formats.pop() if len(formats) == 1 else "f32"
+        source = sources.get(self.source)
+        if source is None or self.add or (self.transpose and not FORMATS[source.format].plain):
+            return "f32"
+        return source.format
 
     def resolve(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """The tensor for graph weight `name` of `shape`. Raises ModelFileError if it is missing or has another shape."""
+        if self.parts:
+            return self._stack(sources, name, shape)
         if self.source not in sources:
             close = [s for s in sources if s.rsplit(".", 1)[0] == self.source.rsplit(".", 1)[0]][:3]
             raise ModelFileError(
@@ -82,37 +115,89 @@ class WeightRef:
                 fix="download the model again, or convert it with a current converter",
             )
         src = sources[self.source]
-        dims, data = src.shape, src.data
+        dims, format, data = src.shape, src.format, src.data
         if self.expert is not None:
             if len(dims) < 2 or not 0 <= self.expert < dims[0]:
                 raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} has no expert {self.expert}", who=src.file)
             dims, data = dims[1:], data.reshape(dims[0], -1)[self.expert]
-        if self.rows is not None or self.row_index is not None:
+        if self.rows is not None:
             dims, data = self._take_rows(src, dims, data)
+        if self.transpose:
+            dims, format, data = _transposed(src, dims, data)
+        if self.row_index is not None:
+            dims, data = self._gather_rows(src, dims, format, data)
+        if (1, *dims) == tuple(shape):  # a matrix of one row that the file calls a vector
+            dims = (1, *dims)
         if tuple(dims) != tuple(shape):
             raise ModelFileError(
                 f"tensor '{src.name}' gives shape {list(dims)}, but the model's configuration asks for {list(shape)}",
                 who=src.file,
                 fix="the configuration and the weights do not belong together; download the model again",
             )
-        tensor = HostTensor(name, tuple(shape), src.format, np.ascontiguousarray(data).reshape(-1))
+        tensor = HostTensor(name, tuple(shape), format, np.ascontiguousarray(data).reshape(-1))
         if self.add:
             values = tensor.decode() + np.float32(self.add)
             tensor = HostTensor(name, tuple(shape), "f32", values.reshape(-1).view(np.uint8))
         return tensor
 
-    def _take_rows(self, src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        row_bytes = FORMATS[src.format].nbytes(int(np.prod(dims[1:], dtype=np.int64)))
-        table = data.reshape(dims[0], row_bytes)
+    def shape_in(self, src: TensorSource, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of what it takes from a tensor for a weight of `shape`, from shapes alone; None if that tensor has not enough."""
+        dims = src.shape
+        if self.expert is not None:
+            if len(dims) < 2 or not 0 <= self.expert < dims[0]:
+                return None
+            dims = dims[1:]
         if self.rows is not None:
-            start, stop = self.rows
-            if not 0 <= start < stop <= dims[0]:
-                raise ModelFileError(f"tensor '{src.name}' has {dims[0]} rows, but rows {start}…{stop} are needed", who=src.file)
-            table, dims = table[start:stop], (stop - start, *dims[1:])
+            if not dims or not 0 <= self.rows[0] < self.rows[1] <= dims[0]:
+                return None
+            dims = (self.rows[1] - self.rows[0], *dims[1:])
+        if self.transpose:
+            if len(dims) != 2:
+                return None
+            dims = dims[::-1]
         if self.row_index is not None:
-            if max(self.row_index) >= table.shape[0]:
-                raise ModelFileError(
-                    f"tensor '{src.name}' has {table.shape[0]} rows, but row {max(self.row_index)} is needed", who=src.file
-                )
-            table, dims = table[np.asarray(self.row_index)], (len(self.row_index), *dims[1:])
-        return dims, table
+            if not dims or max(self.row_index) >= dims[0]:
+                return None
+            dims = (len(self.row_index), *dims[1:])
+        return (1, *dims) if (1, *dims) == shape else dims
+
+    def _stack(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
+        """All parts in memory at once."""
+        if len(shape) < 2 or shape[0] != len(self.parts):
+            raise ModelFileError(f"graph weight '{name}' is a stack of {len(self.parts)}, but the configuration asks for {list(shape)}")
+        format = self.format(sources)
+        tensors = [part.resolve(sources, name, tuple(shape[1:])) for part in self.parts]
+        pieces = [t.data if t.format == format else t.decode().reshape(-1).view(np.uint8) for t in tensors]
+        return HostTensor(name, tuple(shape), format, np.concatenate(pieces))
+
+    def _take_rows(self, src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        assert self.rows is not None
+        start, stop = self.rows
+        if not 0 <= start < stop <= dims[0]:
+            raise ModelFileError(f"tensor '{src.name}' has {dims[0]} rows, but rows {start}…{stop} are needed", who=src.file)
+        return (stop - start, *dims[1:]), _as_rows(dims, src.format, data)[start:stop]
+
+    def _gather_rows(
+        self, src: TensorSource, dims: tuple[int, ...], format: str, data: np.ndarray
+    ) -> tuple[tuple[int, ...], np.ndarray]:
+        assert self.row_index is not None
+        if max(self.row_index) >= dims[0]:
+            raise ModelFileError(f"tensor '{src.name}' has {dims[0]} rows, but row {max(self.row_index)} is needed", who=src.file)
+        return (len(self.row_index), *dims[1:]), _as_rows(dims, format, data)[np.asarray(self.row_index)]
+
+
+def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray:
+    """Bytes [rows, bytes of a row] of a tensor."""
+    return data.reshape(dims[0], FORMATS[format].nbytes(int(np.prod(dims[1:], dtype=np.int64))))
+
+
+def _transposed(src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> tuple[tuple[int, ...], str, np.ndarray]:
+    """(shape, format, bytes) of a matrix turned round."""
+    if len(dims) != 2:
+        raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} is no stack of matrices that could be transposed", who=src.file)
+    if FORMATS[src.format].plain:
+        size = FORMATS[src.format].block_bytes
+        items = np.ascontiguousarray(data).reshape(-1).view(np.dtype((np.void, size))).reshape(dims)
+        return dims[::-1], src.format, np.ascontiguousarray(items.T).reshape(-1).view(np.uint8)
+    values = HostTensor(src.name, dims, src.format, np.ascontiguousarray(data).reshape(-1)).decode()
+    return dims[::-1], "f32", np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)

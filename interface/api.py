@@ -47,7 +47,7 @@ from .core.errors import (
     UsageError,
 )
 from .core.graph import Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value, View
-from .core.ops import CATALOGUE, CORE_OPS, OPSET, OpSpec
+from .core.ops import CATALOGUE, CORE_OPS, OPSET, PRIMITIVE_OPS, OpSpec
 from .core.quant import FORMATS, QuantFormat
 from .core.weights import HostTensor
 
@@ -63,6 +63,7 @@ __all__ = [
     "CORE_OPS",
     "FORMATS",
     "OPSET",
+    "PRIMITIVE_OPS",
     "Backend",
     "BackendSpec",
     "BackendUnavailable",

@@ -1,4 +1,4 @@
-"""The pieces that decoders are made of, written once: norm, attention, gated MLP, the loop over layers, the head.
+"""The pieces that decoders are made of, written once: norm, attention, gated MLP, experts, the loop over layers, the head.
 
 A family describes itself with a `DecoderConfig`; `decoder_graph` writes the graph in the order of the mathematics. Graph
 weights carry the names that Hugging Face's Llama uses (`model.layers.3.self_attn.q_proj.weight`), whatever the file calls
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..core.graph import Graph, GraphBuilder, Value
-from .config import DecoderConfig
+from .config import DecoderConfig, MoeConfig
 from .rope import RopeConfig
 
-__all__ = ["attention", "decoder_graph", "gated_mlp", "head", "linear", "norm"]
+__all__ = ["attention", "decoder_graph", "experts", "gated_mlp", "head", "linear", "norm"]
 
 
 def norm(g: GraphBuilder, c: DecoderConfig, x: Value, name: str) -> Value:
@@ -33,10 +33,13 @@ def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Ma
     """Grouped-query attention of one layer: x [T, C] -> [T, C]. freqs: inv_freq constant of each rotary embedding."""
     p = f"model.layers.{layer}.self_attn"
     heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
-    q = g.view(linear(g, x, f"{p}.q_proj", heads * dim, bias=c.qkv_bias), ("T", heads, dim))
-    k = g.view(linear(g, x, f"{p}.k_proj", kv_heads * dim, bias=c.qkv_bias), ("T", kv_heads, dim))
+    q = linear(g, x, f"{p}.q_proj", heads * dim, bias=c.qkv_bias)  # [T, H*D]
+    k = linear(g, x, f"{p}.k_proj", kv_heads * dim, bias=c.qkv_bias)  # [T, K*D]
+    if c.qk_norm and c.qk_norm_all:
+        q, k = norm(g, c, q, f"{p}.q_norm"), norm(g, c, k, f"{p}.k_norm")
+    q, k = g.view(q, ("T", heads, dim)), g.view(k, ("T", kv_heads, dim))
     v = g.view(linear(g, x, f"{p}.v_proj", kv_heads * dim, bias=c.qkv_bias), ("T", kv_heads, dim))
-    if c.qk_norm:  # per head, before the rotation
+    if c.qk_norm and not c.qk_norm_all:  # per head, before the rotation
         q, k = norm(g, c, q, f"{p}.q_norm"), norm(g, c, k, f"{p}.k_norm")
     rope = c.rope_of(layer)
     if rope is not None:
@@ -48,12 +51,42 @@ def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Ma
     return linear(g, g.view(out, ("T", heads * dim)), f"{p}.o_proj", c.hidden_size, bias=c.output_bias)
 
 
-def gated_mlp(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int) -> Value:
-    """down(act(gate(x)) · up(x)): x [T, C] -> [T, C]."""
-    p = f"model.layers.{layer}.mlp"
-    gate = linear(g, x, f"{p}.gate_proj", c.intermediate_size, bias=c.mlp_bias)  # [T, F]
-    up = linear(g, x, f"{p}.up_proj", c.intermediate_size, bias=c.mlp_bias)  # [T, F]
+def gated_mlp(g: GraphBuilder, c: DecoderConfig, x: Value, p: str, width: int) -> Value:
+    """down(act(gate(x)) · up(x)) with the weights `p`.gate_proj, .up_proj and .down_proj: x [T, C] -> [T, C]. width: F."""
+    gate = linear(g, x, f"{p}.gate_proj", width, bias=c.mlp_bias)  # [T, F]
+    up = linear(g, x, f"{p}.up_proj", width, bias=c.mlp_bias)  # [T, F]
     return linear(g, g.act_mul(gate, up, kind=c.hidden_act), f"{p}.down_proj", c.hidden_size, bias=c.mlp_bias)
+
+
+def experts(g: GraphBuilder, c: DecoderConfig, m: MoeConfig, x: Value, p: str) -> Value:
+    """The chosen experts' sum, and the shared expert: x [T, C] -> [T, C]. The router is `p`.gate; the experts' matrices are stacks
+    `p`.experts.gate_proj [E, F, C] and so on."""
+    count, width, hidden = m.num_experts, m.intermediate_size, c.hidden_size
+    with g.tag(role="experts"):
+        logits = linear(g, x, f"{p}.gate", count, bias=m.router_bias)  # [T, E]
+        choose = g.weight(f"{p}.gate.e_score_correction_bias", (count,), "f32") if m.choose_bias else None
+        ids, weights = g.route_topk(
+            logits,
+            choose,
+            k=m.top_k,
+            score=m.score,
+            groups=m.groups,
+            keep_groups=m.keep_groups,
+            group_score=m.group_score,
+            renorm=int(m.renorm),
+            scale=m.scale,
+        )
+        shapes = {"gate_proj": (count, width, hidden), "up_proj": (count, width, hidden), "down_proj": (count, hidden, width)}
+        stacks = [g.weight(f"{p}.experts.{name}.weight", shape) for name, shape in shapes.items()]
+        biases = [g.weight(f"{p}.experts.{n}.bias", s[:2], "f32") for n, s in shapes.items()] if m.expert_bias else []
+        out = g.moe(x, ids, weights, *stacks, *biases, kind=c.hidden_act)
+    if not m.shared_size:
+        return out
+    with g.tag(role="shared_expert"):
+        shared = gated_mlp(g, c, x, f"{p}.shared_expert", m.shared_size)
+        if m.shared_gate:
+            shared = g.mul(shared, g.act_mul(linear(g, x, f"{p}.shared_expert_gate", 1), kind="sigmoid"))
+        return g.add(out, shared)
 
 
 def head(g: GraphBuilder, c: DecoderConfig, x: Value, table: Value) -> tuple[Value, Value]:
@@ -84,7 +117,11 @@ def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np
             x = g.add(x, _scaled(g, branch, c.residual_multiplier))
         with g.tag(layer=layer, role="mlp"):
             before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-            branch = gated_mlp(g, c, norm(g, c, x, f"{p}.{before}"), layer)
+            normed, sparse = norm(g, c, x, f"{p}.{before}"), c.experts_of(layer)
+            if sparse is None:
+                branch = gated_mlp(g, c, normed, f"{p}.mlp", c.intermediate_size)
+            else:
+                branch = experts(g, c, sparse, normed, f"{p}.mlp")
             if sandwich:
                 branch = norm(g, c, branch, f"{p}.post_feedforward_layernorm")
             x = g.add(x, _scaled(g, branch, c.residual_multiplier))

@@ -18,6 +18,7 @@ from .rope import RopeConfig, rope_from_gguf, rope_from_hf
 __all__ = [
     "ACTIVATION_NAMES",
     "DecoderConfig",
+    "MoeConfig",
     "decoder_from_gguf",
     "decoder_from_hf",
     "layer_types_from_hf",
@@ -36,12 +37,40 @@ ACTIVATION_NAMES = {
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The experts of a decoder's sparse layers.
+
+    Each row takes `top_k` of `num_experts` gated MLPs of width intermediate_size; score, groups, keep_groups, group_score, renorm and
+    scale as in the op `route_topk`. choose_bias: a bias that only chooses; router_bias: one that is part of the logits; expert_bias:
+    biases of all three products. shared_size: width of the MLP that every row takes besides (0: none), shared_gate: it is multiplied
+    by sigmoid(gate · x). dense_layers: layers that have a plain MLP instead.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    score: str = "softmax"
+    groups: int = 1
+    keep_groups: int = 1
+    group_score: str = "max"
+    renorm: bool = False
+    scale: float = 1.0
+    choose_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer with grouped-query attention and a gated MLP.
 
     norms: "pre" (before each branch) or "sandwich" (before and after). layer_types: "full" or "sliding" per layer; a sliding
     layer sees sliding_window keys, itself included, and uses local_rope where there is one. no_rope_layers: layers without
-    positions. query_scale multiplies q·k. Multipliers and softcaps of 1.0 and 0.0 mean none.
+    positions. query_scale multiplies q·k. qk_norm: q and k are normed, each head alone or (qk_norm_all) all heads as one vector.
+    Multipliers and softcaps of 1.0 and 0.0 mean none. moe: experts in place of the MLP, in all layers but its dense ones.
     """
 
     hidden_size: int
@@ -61,6 +90,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_all: bool = False
     norms: str = "pre"
     sliding_window: int = 0
     layer_types: tuple[str, ...] = ()
@@ -71,6 +101,11 @@ class DecoderConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     hidden_act: str = "silu"
+    moe: MoeConfig | None = None
+
+    def experts_of(self, layer: int) -> MoeConfig | None:
+        """The experts of `layer`, None where it has a plain MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     def window_of(self, layer: int) -> int:
         """Keys that `layer` sees (0: all before it)."""

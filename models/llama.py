@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..core.weights import TensorSource
 from .config import DecoderConfig, decoder_from_gguf, decoder_from_hf
+from .experts import moe_from_gguf
 from .family import Family
 from .keys import MAX_CONTEXT, Keys
 from .names import gguf_name, hf_ref
@@ -24,12 +25,13 @@ def from_hf(keys: Keys) -> DecoderConfig:
 
 
 def from_gguf(keys: Keys, tensors: Mapping[str, TensorSource], vocab_size: int) -> DecoderConfig:
-    """`llama.*` keys. Mixtral files carry the same architecture name and are refused here."""
+    """`llama.*` keys. Mixtral files carry the same architecture name and count experts."""
+    moe = None
     if keys.integer("expert_count", 0, low=0):
-        raise keys.unsupported("expert_count", "0: a dense model")
+        moe = moe_from_gguf(keys, "feed_forward_length", renorm=True)
     window = keys.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
     types = ("sliding",) * keys.integer("block_count") if window else ()
-    return decoder_from_gguf(keys, tensors, vocab_size, style="pairs", sliding_window=window, layer_types=types)
+    return decoder_from_gguf(keys, tensors, vocab_size, style="pairs", sliding_window=window, layer_types=types, moe=moe)
 
 
 FAMILY = Family(

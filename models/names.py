@@ -27,6 +27,14 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 _SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -52,6 +60,8 @@ def gguf_name(name: str, config: DecoderConfig) -> WeightRef:
     layer, stem, kind = split_layer(name)
     if layer < 0:
         return WeightRef(f"{_TOP[stem]}.{kind}")
+    if kind == "e_score_correction_bias":
+        return WeightRef(f"blk.{layer}.exp_probs_b.bias")
     table = {**_LAYER, **_SANDWICH} if config.norms == "sandwich" else _LAYER
     return WeightRef(f"blk.{layer}.{table[stem]}.{kind}")
 

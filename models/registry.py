@@ -7,16 +7,32 @@ that the graph does not ask for is accounted for: a note where leaving it out is
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..core.errors import ModelFileError, UnsupportedError
 from ..core.graph import Graph
 from ..core.model import ModelDef
 from ..core.weights import TensorSource, WeightRef
-from . import gemma2, gemma3, internlm2, internlm3, llama, mistral, phi3, qwen2, qwen3, smollm3
+from . import (
+    gemma2,
+    gemma3,
+    granite_moe,
+    internlm2,
+    internlm3,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from .blocks import decoder_graph
 from .config import DecoderConfig
 from .family import Family
@@ -26,8 +42,12 @@ from .rope import RopeConfig, gguf_factors, inv_freq
 __all__ = ["FAMILIES", "build", "supported"]
 
 FAMILIES: tuple[Family, ...] = tuple(
-    module.FAMILY for module in (llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3)
-)
+    module.FAMILY
+    for module in (
+        llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3,
+        mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe,
+    )
+)  # fmt: skip
 """Every family, in the order of the documentation."""
 
 
@@ -80,9 +100,8 @@ def build(
     if ref_of(last).source not in sources:  # before thousands of layers are built that the file does not have
         ref_of(last).resolve(sources, last, (c.hidden_size,))
     graph = decoder_graph(architecture, c, freqs)
-    refs = {value.name: ref_of(value.name) for value in graph.of_kind("weight")}
-    _check(graph, refs, sources)
-    used |= {ref.source for ref in refs.values()}
+    refs = _checked(graph, ref_of, sources)
+    used |= {name for ref in refs.values() for name in ref.names}
     notes += _unused(family, c, sources, used, gguf=gguf)
     return ModelDef(
         architecture=architecture,
@@ -179,43 +198,49 @@ def _prefixes(family: Family, sources: Mapping[str, TensorSource]) -> tuple[str,
 
 def _renamed(ref: WeightRef, prefix: str, head_prefix: str) -> WeightRef:
     if prefix and prefix != "model.":
-        source = prefix + ref.source[6:] if ref.source.startswith("model.") else head_prefix + ref.source
-        return replace(ref, source=source)
+        return ref.renamed(lambda name: prefix + name[6:] if name.startswith("model.") else head_prefix + name)
     return ref
 
 
-def _check(graph: Graph, refs: Mapping[str, WeightRef], sources: Mapping[str, TensorSource]) -> None:
-    """Every weight exists and has the shape that the graph declares, and fused tensors are used whole; no data is touched."""
-    taken: dict[str, int] = {}
+def _checked(graph: Graph, ref_of: Callable[[str], WeightRef], sources: Mapping[str, TensorSource]) -> dict[str, WeightRef]:
+    """Where each weight comes from. It exists and has the shape that the graph declares, and fused tensors are used whole; no data is
+    touched. One weight after the other, so that a configuration which counts millions of experts ends at the first that is missing."""
+    refs: dict[str, WeightRef] = {}
+    taken: dict[str, int] = {}  # fused tensor -> elements that weights take of it
     for value in graph.of_kind("weight"):
-        if value.view is not None:
-            continue
-        ref, shape = refs[value.name], tuple(int(d) for d in value.shape)
-        src = sources.get(ref.source)
-        if src is None:
-            ref.resolve(sources, value.name, shape)  # raises, naming what is close
-            continue
-        rows = src.shape[0] if src.shape else 0
-        if ref.rows is not None:
-            rows = ref.rows[1] - ref.rows[0] if ref.rows[1] <= rows else -1
-        if ref.row_index is not None:
-            rows = len(ref.row_index) if max(ref.row_index) < rows else -1
-        if (rows, *src.shape[1:]) != shape:
+        ref, shape = ref_of(value.name), tuple(int(d) for d in value.shape)
+        refs[value.name] = ref
+        if ref.parts and len(ref.parts) != shape[0]:
+            ref.resolve(sources, value.name, shape)  # raises
+        for part in ref.parts or (ref,):
+            _check_part(part, value.name, shape[1:] if ref.parts else shape, sources, taken)
+    for name, count in taken.items():
+        src = sources[name]
+        if count != math.prod(src.shape):
+            rows = count * src.shape[0] // math.prod(src.shape)
             raise ModelFileError(
-                f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it",
+                f"tensor '{name}' has shape {list(src.shape)}, but the configuration accounts for {rows} of its rows",
                 who=src.file,
-                why=f"graph weight '{value.name}' takes it",
                 fix="the configuration and the weights do not belong together; download the model again",
             )
-        if ref.rows is not None or ref.row_index is not None:
-            taken[src.name] = taken.get(src.name, 0) + rows
-    for name, rows in taken.items():
-        if rows != sources[name].shape[0]:
-            raise ModelFileError(
-                f"tensor '{name}' has shape {list(sources[name].shape)}, but the configuration accounts for {rows} of its rows",
-                who=sources[name].file,
-                fix="the configuration and the weights do not belong together; download the model again",
-            )
+    return refs
+
+
+def _check_part(ref: WeightRef, name: str, shape: tuple[int, ...], sources: Mapping[str, TensorSource], taken: dict[str, int]) -> None:
+    """One tensor of a graph weight: it is there, has the shape, and what is taken of it is counted."""
+    src = sources.get(ref.source)
+    if src is None:
+        ref.resolve(sources, name, shape)  # raises, naming what is close
+        return
+    if ref.shape_in(src, shape) != shape:
+        raise ModelFileError(
+            f"tensor '{src.name}' has shape {list(src.shape)}, but the configuration asks for {list(shape)} of it",
+            who=src.file,
+            why=f"graph weight '{name}' takes it",
+            fix="the configuration and the weights do not belong together; download the model again",
+        )
+    if ref.rows is not None or ref.row_index is not None:
+        taken[src.name] = taken.get(src.name, 0) + math.prod(shape)
 
 
 def _unused(family: Family, c: DecoderConfig, sources: Mapping[str, TensorSource], used: set[str], *, gguf: bool) -> list[str]:

@@ -19,7 +19,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "models" / "fixtures"
@@ -99,6 +101,14 @@ def _nested(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[d
     return {"model_type": "gemma3", "text_config": text}, out
 
 
+def _published(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors under the names of published files: the class may hold all experts of a layer as one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+MOE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 GEMMA = {**HEADS16, "query_pre_attn_scalar": 16, "sliding_window": 8, "rms_norm_eps": 1e-6}
 GEMMA3_ROPE = {
@@ -192,6 +202,52 @@ FIXTURES_BY_NAME = {
     ),
     "gemma3": Fixture("gemma3_text", GEMMA3, gguf="gemma3"),
     "gemma3_nested": Fixture("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 24, "hidden_size": 48}, own=_nested),
+    "qwen2_moe": Fixture(
+        "qwen2_moe",
+        {
+            **MOE,
+            "num_hidden_layers": 3,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+            **_rope("default", 500.0),
+        },
+    ),
+    "qwen2_moe_all": Fixture(
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True, **_rope("default", 500.0)},
+        gguf="qwen2moe",
+    ),
+    "qwen3_moe": Fixture(
+        "qwen3_moe", {**MOE, "head_dim": 8, "norm_topk_prob": True, "tie_word_embeddings": True, **_rope("default", 500.0)},
+        gguf="qwen3moe",
+    ),
+    "mixtral": Fixture(
+        "mixtral",
+        {"intermediate_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None, **_rope("default", 500.0)},
+        gguf="llama",
+    ),
+    "olmoe": Fixture(
+        "olmoe",
+        {**MOE, "intermediate_size": 16, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_rope("default", 500.0)},
+        gguf="olmoe",
+    ),
+    "granite_moe": Fixture(
+        "granitemoe",
+        {
+            "intermediate_size": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+            **_rope("default", 500.0),
+        },
+        gguf="granitemoe",
+    ),
 }
 """Folder name -> how it is made."""
 
@@ -218,8 +274,7 @@ def make(name: str, fixture: Fixture, seed: int) -> None:
         np.save(folder / "short_logits.npy", short.numpy().astype(np.float32))
     saved = json.loads(model.config.to_json_string(use_diff=False))
     saved = {k: v for k, v in saved.items() if k in fixture.config or k in SMALL or k in KEEP}
-    names = {n for n, _ in model.named_parameters()}
-    tensors = {k: v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if k in names}
+    tensors = {k: v.to(torch.bfloat16).contiguous() for k, v in _published(model).items()}
     if fixture.gguf:
         write_gguf(folder / "model.gguf", fixture.gguf, saved, {k: v.float().numpy() for k, v in tensors.items()})
     if fixture.own is not None:
@@ -240,7 +295,7 @@ def make(name: str, fixture: Fixture, seed: int) -> None:
 KEEP = (
     "model_type", "architectures", "head_dim", "hidden_act", "hidden_activation", "tie_word_embeddings", "rope_parameters",
     "sliding_window", "layer_types", "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval",
-    "use_sliding_window",
+    "use_sliding_window", "num_local_experts", "num_experts",
 )  # fmt: skip
 
 
@@ -279,13 +334,54 @@ def _check_twin(folder: Path, ids: torch.Tensor, logits: torch.Tensor) -> None:
 
 LOADABLE = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 """Architectures that transformers loads from GGUF."""
-PAIRS = ("llama", "smollm3", "internlm2")
+PAIRS = ("llama", "smollm3", "internlm2", "granitemoe")
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as the converter writes them: one tensor [E, out, in] for each of gate, up and down of a layer."""
+    out: dict[str, Any] = {}
+    for name, data in tensors.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name)
+        fused = re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight", name)
+        if match:
+            out.setdefault(f"blk.{match[1]}.ffn_{EXPERT_PARTS[match[3]]}_exps.weight", {})[int(match[2])] = data
+        elif fused and fused[2] == "input":
+            half = data.shape[1] // 2
+            out[f"blk.{fused[1]}.ffn_gate_exps.weight"] = data[:, :half]
+            out[f"blk.{fused[1]}.ffn_up_exps.weight"] = data[:, half:]
+        elif fused:
+            out[f"blk.{fused[1]}.ffn_down_exps.weight"] = data
+        else:
+            out[name] = data
+    return {n: np.stack([d[i] for i in range(len(d))]) if isinstance(d, dict) else d for n, d in out.items()}
+
+
+def _gguf_experts(w: gguf.GGUFWriter, arch: str, c: dict[str, Any]) -> None:
+    """Keys of a mixture of experts, as far as the converter writes them for this architecture."""
+    count = c.get("num_experts") or c.get("num_local_experts")
+    if not count:
+        return
+    w.add_expert_count(count)
+    w.add_expert_used_count(c["num_experts_per_tok"])
+    if arch in ("qwen2moe", "qwen3moe"):
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    if arch == "qwen2moe":
+        w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+    if arch == "granitemoe":
+        w.add_embedding_scale(c["embedding_multiplier"])
+        w.add_residual_scale(c["residual_multiplier"])
+        w.add_attention_scale(c["attention_multiplier"])
+        w.add_logit_scale(c["logits_scaling"])
 
 
 def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
@@ -305,6 +401,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
     if arch == "llama":
         w.add_vocab_size(c["vocab_size"])
     extra = _gguf_rope(w, arch, c, head_dim)
+    _gguf_experts(w, arch, c)
     if arch.startswith("gemma") or arch == "phi3":
         w.add_sliding_window(c["sliding_window"])
     if arch == "gemma2":
@@ -314,7 +411,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
         w.add_sliding_window_pattern(3)
         w.add_rope_freq_base_swa(c["rope_parameters"]["sliding_attention"]["rope_theta"])
     heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
-    for name, data in tensors.items():
+    for name, data in _stacked(tensors).items():
         for part, count in heads.items():
             if f".{part}." in name and arch in PAIRS:
                 rest = data.shape[1:]
@@ -332,7 +429,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
 
 def _add(w: gguf.GGUFWriter, name: str, data: np.ndarray) -> None:
     kind = gguf.GGMLQuantizationType.BF16
-    if data.ndim == 2:
+    if data.ndim >= 2:
         w.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(data, np.float32), kind), raw_dtype=kind)
     else:
         w.add_tensor(name, np.ascontiguousarray(data, np.float32))
@@ -368,6 +465,8 @@ def _gguf_rope(w: gguf.GGUFWriter, arch: str, c: dict[str, Any], head_dim: int) 
 
 def _gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
+    if name.startswith("blk."):
+        return name
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     if stem in top:
         return f"{top[stem]}.{kind}"

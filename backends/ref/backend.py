@@ -1,4 +1,4 @@
-"""RefBackend: memory of numpy arrays, and every core op of the catalogue as `ref.NAME`.
+"""RefBackend: memory of numpy arrays, and every op of the catalogue that has no decomposition as `ref.NAME`.
 
 A vendor's backend inherits this class and replaces one op at a time. The inherited ops reach operands through `read` and `write`: on
 memory that is a numpy array they work in place; on a device's own memory they download, compute here and upload, so that
@@ -16,8 +16,8 @@ import numpy as np
 
 from fastllm.api import (
     CATALOGUE,
-    CORE_OPS,
     OPSET,
+    PRIMITIVE_OPS,
     Backend,
     Buffer,
     KVSpec,
@@ -81,10 +81,10 @@ class RefBackend(Backend):
     # support --------------------------------------------------------------------------------------------------------
 
     def supports(self, q: OpQuery) -> Yes | No:
-        """Every core op in f32; weights in f32 (the engine decodes every format to it without loss)."""
+        """Every op without a decomposition, in f32; weights in f32 (the engine decodes every format to it without loss)."""
         spec = CATALOGUE.get(q.op)
-        if spec is None or q.op not in CORE_OPS or spec.since > OPSET:
-            return No(f"'{q.op}' is not a core op of opset {OPSET}")
+        if spec is None or q.op not in PRIMITIVE_OPS or spec.since > OPSET:
+            return No(f"'{q.op}' is not an op of opset {OPSET} that is defined in numpy")
         unknown = set(q.attrs) - set(spec.attrs)
         if unknown:
             return No(f"'{q.op}' has no attribute {', '.join(sorted(unknown))}")
@@ -94,8 +94,8 @@ class RefBackend(Backend):
         return No(f"numpy computes in f32, not {', '.join(map(str, bad))}") if bad else Yes(f"ref.{q.op}", angle="f64")
 
     def ops(self) -> Mapping[str, OpFn]:
-        """`ref.NAME` for every core op but `sample`."""
-        return {f"ref.{name}": _quiet(getattr(self, f"_op_{name}")) for name in CORE_OPS if name != "sample"}
+        """`ref.NAME` for every op without a decomposition but `sample`."""
+        return {f"ref.{name}": _quiet(getattr(self, f"_op_{name}")) for name in PRIMITIVE_OPS if name != "sample"}
 
     # operands -------------------------------------------------------------------------------------------------------
 
@@ -251,6 +251,17 @@ class RefBackend(Backend):
 
     def _op_softmax(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
         self.write(out, ops.softmax(self.read(x, stream)), stream)
+
+    def _op_route_topk(
+        self, logits: Tensor, bias: Tensor | None, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, **attrs: Any
+    ) -> None:
+        ids, weights = ops.route_topk(*self._read_all(stream, logits, bias), **attrs)
+        self.write(out[0], ids, stream)
+        self.write(out[1], weights, stream)
+
+    def _op_moe(self, *operands: Tensor | None, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
+        padded = (*operands, *[None] * (9 - len(operands)))
+        self.write(out, ops.moe(*self._read_all(stream, *padded), kind=kind), stream)
 
     def _op_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, group: int) -> None:
         codes, scales = ops.quantize(self.read(x, stream), group)

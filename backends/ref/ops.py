@@ -1,4 +1,4 @@
-"""The core ops in numpy: short, readable, and the same bits for a row whatever else is in the batch.
+"""The ops of the catalogue in numpy: short, readable, and the same bits for a row whatever else is in the batch.
 
 Arrays in, arrays out; f32. Products of vectors with matrices go through `dot_rows`, one row at a time, because numpy's matmul picks
 another algorithm (and other bits) for one row than for sixty-four.
@@ -20,9 +20,11 @@ __all__ = [
     "layer_norm",
     "linear",
     "matmul",
+    "moe",
     "quantize",
     "rms_norm",
     "rope",
+    "route_topk",
     "softmax",
 ]
 
@@ -56,6 +58,73 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     for h in range(a.shape[1]):
         out[:, h] = dot_rows(a[:, h], b[h])
     return out
+
+
+def route_topk(
+    logits: np.ndarray,
+    bias: np.ndarray | None,
+    *,
+    k: int,
+    score: str,
+    groups: int,
+    keep_groups: int,
+    group_score: str,
+    renorm: int,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """logits [T, E], bias [E] -> ids i32 [T, k], weights [T, k]."""
+    s = {"softmax": softmax, "sigmoid": _sigmoid, "softmax_of_chosen": np.asarray}[score](logits)
+    choice = s if bias is None else s + bias
+    if groups > 1:
+        parts = choice.reshape(len(choice), groups, -1)  # [T, groups, E / groups]
+        best = np.sort(parts, axis=-1)[..., ::-1]
+        worth = best[..., 0] if group_score == "max" else best[..., 0] + best[..., 1]
+        dropped = np.argsort(-worth, axis=-1, kind="stable")[:, keep_groups:]  # [T, groups − keep_groups]
+        parts = parts.copy()
+        np.put_along_axis(parts, dropped[..., None], F32(-np.inf), axis=1)
+        choice = parts.reshape(choice.shape)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :k].astype(np.int32)
+    weights = np.take_along_axis(s, ids, axis=-1)
+    if score == "softmax_of_chosen":
+        weights = softmax(weights)
+    if renorm:
+        weights = weights / (_row_sum(weights) + F32(1e-20))
+    return ids, weights * F32(scale)
+
+
+def moe(
+    x: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    gate: np.ndarray,
+    up: np.ndarray | None,
+    down: np.ndarray,
+    gate_bias: np.ndarray | None,
+    up_bias: np.ndarray | None,
+    down_bias: np.ndarray | None,
+    kind: str,
+) -> np.ndarray:
+    """x [T, C], ids and weights [T, k], gate and up [E, F, C], down [E, C, F] -> [T, C]; each row's experts in ascending order.
+    Raises IndexError for an id that is no expert's."""
+    if ids.size and (ids.min() < 0 or ids.max() >= len(gate)):
+        raise IndexError(f"moe: id {int(ids.min()) if ids.min() < 0 else int(ids.max())} is outside of 0…{len(gate) - 1}")
+
+    def product(row: np.ndarray, matrices: np.ndarray, bias: np.ndarray | None, e: int) -> np.ndarray:
+        return linear(row, matrices[e], None if bias is None else bias[e])
+
+    out = np.zeros((len(x), down.shape[1]), F32)
+    for t in range(len(x)):
+        row = x[t : t + 1]
+        for j in np.argsort(ids[t], kind="stable"):
+            e = int(ids[t, j])
+            hidden = act_mul(product(row, gate, gate_bias, e), None if up is None else product(row, up, up_bias, e), kind)
+            out[t] += weights[t, j] * product(hidden, down, down_bias, e)[0]
+    return out
+
+
+def _row_sum(x: np.ndarray) -> np.ndarray:
+    """Sum over the last axis, row by row: [T, C] -> [T, 1]."""
+    return np.array([np.add.reduce(row) for row in np.ascontiguousarray(x)], F32).reshape(-1, 1)
 
 
 def _row_mean(x: np.ndarray) -> np.ndarray:

@@ -49,3 +49,61 @@ def test_parts_that_the_file_does_not_have_are_named():
     ):
         with pytest.raises(ModelFileError, match=message):
             ref.resolve(sources, "g", SHAPE)
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16", "q8_0"])
+def test_a_stack_of_tensors_is_its_parts_one_after_the_other(format):
+    sources, values = stacked(format)
+    parts = tuple(WeightRef("w", expert=e, rows=(1, 3)) for e in (2, 0))
+    stack = WeightRef("", parts=parts)
+    whole = stack.resolve(sources, "g", (2, 2, 32))
+    assert whole.format == stack.format(sources) == format
+    assert np.array_equal(whole.decode(), values[[2, 0], 1:3])
+    assert stack.names == ("w", "w")
+    assert stack.split(2) == parts
+    with pytest.raises(ModelFileError, match="a stack of 2"):
+        stack.resolve(sources, "g", (3, 2, 32))
+
+
+def test_parts_in_different_formats_are_decoded():
+    sources, values = stacked("f32")
+    other, rounded = stacked("q8_0")
+    sources["v"] = other["w"]
+    stack = WeightRef("", parts=(WeightRef("w", expert=0), WeightRef("v", expert=1)))
+    whole = stack.resolve(sources, "g", (2, 4, 32))
+    assert whole.format == stack.format(sources) == "f32"
+    assert np.array_equal(whole.decode(), np.stack([values[0], rounded[1]]))
+
+
+@pytest.mark.parametrize(("format", "result"), [("f32", "f32"), ("bf16", "bf16"), ("q8_0", "f32")])
+def test_a_matrix_stored_the_other_way_round_is_turned(format, result):
+    sources, values = stacked(format)
+    ref = WeightRef("w", expert=1, transpose=True, row_index=(0, 2, 4))
+    tensor = ref.resolve(sources, "g", (3, 4))
+    assert tensor.format == ref.format(sources) == result
+    assert np.array_equal(tensor.decode(), values[1].T[[0, 2, 4]])
+    assert ref.shape_in(sources["w"], (3, 4)) == (3, 4)
+    with pytest.raises(ModelFileError, match="no stack of matrices"):
+        WeightRef("w", transpose=True).resolve(sources, "g", (32, 4))
+
+
+def test_shapes_are_known_without_data():
+    src = stacked("f32")[0]["w"]
+    for ref, shape in (
+        (WeightRef("w"), SHAPE),
+        (WeightRef("w", expert=0), (4, 32)),
+        (WeightRef("w", expert=0, rows=(1, 3)), (2, 32)),
+        (WeightRef("w", expert=0, rows=(1, 3), transpose=True), (32, 2)),
+        (WeightRef("w", expert=3), None),
+        (WeightRef("w", rows=(0, 4)), None),
+        (WeightRef("w", row_index=(3,)), None),
+        (WeightRef("w", transpose=True), None),
+    ):
+        assert ref.shape_in(src, ()) == shape
+
+
+def test_a_vector_is_a_matrix_of_one_row():
+    values = np.arange(8, dtype=np.float32)
+    sources = {"w": TensorSource("w", (8,), "f32", values.view(np.uint8))}
+    assert WeightRef("w").resolve(sources, "g", (1, 8)).shape == (1, 8)
+    assert WeightRef("w").shape_in(sources["w"], (1, 8)) == (1, 8)

@@ -1,7 +1,7 @@
 """An independent interpreter of graphs for tests: one sequence, computed whole in float64, without cache blocks or planner.
 
 It shares no code with backends or executor, so the two agreeing with it (and it with the fixtures) means something. Only the
-ops that opset 1's dense decoders use.
+ops that the families use.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def evaluate(
             continue
         args = [None if name is None else _get(graph, store, name, sizes) for name in node.inputs]
         result = _run(node, args, graph, store)
-        if node.outputs:
+        if len(node.outputs) == 1:
             store[node.outputs[0]] = np.ascontiguousarray(result, dtype)
+        for name, part in zip(node.outputs, result, strict=True) if len(node.outputs) > 1 else ():
+            store[name] = np.ascontiguousarray(part, int if graph.values[name].dtype == "i32" else dtype)
     return store[graph.outputs[0]]
 
 
@@ -80,11 +82,15 @@ def _run(node: Node, x: list[Any], graph: Graph, store: dict[str, Any]) -> Any:
         keys, values = store[node.inputs[1]]
         return _attention(x[0], keys, values, a)
     if node.op == "act_mul":
-        return _activation(x[0], a["kind"]) * (1 if x[1] is None else x[1])
+        return _activation(x[0], a["kind"]) if x[1] is None else _gated(x[0], x[1], a["kind"])
     if node.op == "add":
         return x[0] + x[1]
     if node.op == "mul":
         return x[0] * x[1]
+    if node.op == "route_topk":
+        return _route(x[0], x[1], a)
+    if node.op == "moe":
+        return _experts(x, a["kind"])
     if node.op == "softcap":
         return a["cap"] * np.tanh(x[0] / a["cap"])
     raise NotImplementedError(node.op)
@@ -120,6 +126,49 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any]
     return out
 
 
+def _route(logits: np.ndarray, bias: Any, a: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """One row and one expert at a time, in plain Python."""
+    all_ids, all_weights = [], []
+    for row in logits.tolist():
+        exp = [math.exp(v - max(row)) for v in row]
+        scores = {
+            "softmax": [e / sum(exp) for e in exp],
+            "sigmoid": [1 / (1 + math.exp(-v)) for v in row],
+            "softmax_of_chosen": row,
+        }[a["score"]]
+        choice = [s + (0.0 if bias is None else float(bias[e])) for e, s in enumerate(scores)]
+        size = len(row) // a["groups"]
+        groups = [sorted(choice[g * size : (g + 1) * size], reverse=True) for g in range(a["groups"])]
+        worth = [g[0] if a["group_score"] == "max" or len(groups) == 1 else g[0] + g[1] for g in groups]
+        kept = sorted(range(len(groups)), key=lambda g: -worth[g])[: a["keep_groups"]]
+        ids = sorted((e for e in range(len(row)) if e // size in kept), key=lambda e: -choice[e])[: a["k"]]
+        weights = np.array([scores[e] for e in ids])
+        if a["score"] == "softmax_of_chosen":
+            weights = np.exp(weights - weights.max()) / np.exp(weights - weights.max()).sum()
+        all_ids.append(ids)
+        all_weights.append((weights / weights.sum() if a["renorm"] else weights) * a["scale"])
+    return np.array(all_ids), np.array(all_weights)
+
+
+def _experts(x: list[Any], kind: str) -> np.ndarray:
+    """Every expert on every row, of which the chosen count."""
+    rows, ids, weights, gate, up, down, *biases = x
+    gate_bias, up_bias, down_bias = [0 if b is None else b[:, None] for b in biases]
+    hidden = np.einsum("tc,efc->etf", rows, gate) + gate_bias
+    other = np.einsum("tc,efc->etf", rows, up) + up_bias
+    y = np.einsum("etf,ecf->etc", _gated(hidden, other, kind), down) + down_bias
+    share = np.zeros((len(rows), len(gate)))
+    np.put_along_axis(share, ids, weights, axis=1)
+    return np.einsum("te,etc->tc", share, y)
+
+
+def _gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "swiglu_oai":
+        gate = np.minimum(gate, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+    return _activation(gate, kind) * up
+
+
 def _activation(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "silu":
         return x / (1 + np.exp(-x))
@@ -127,6 +176,8 @@ def _activation(x: np.ndarray, kind: str) -> np.ndarray:
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if kind == "gelu":
         return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    if kind == "sigmoid":
+        return 1 / (1 + np.exp(-x))
     if kind == "relu":
         return np.maximum(x, 0)
     raise NotImplementedError(kind)

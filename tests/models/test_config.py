@@ -26,9 +26,15 @@ ONE_PER_FAMILY = [
     "gemma2",
     "gemma3",
     "gemma3_nested",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granite_moe",
 ]
 SCALED = ["llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_yarn_options", "phi3"]
 TWINS = ["llama", "llama_llama3", "llama_yarn", "smollm3", "qwen2", "qwen3", "phi3", "internlm2", "gemma2", "gemma3"]
+TWINS += ["mixtral", "qwen2_moe_all", "qwen3_moe", "olmoe", "granite_moe"]
 NASTY = [
     None, True, False, 0, -1, 1, 3, 2**70, 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308, 1e-308, "", "x", [], [0], [None],
     [math.nan],
@@ -176,10 +182,33 @@ def test_a_configuration_with_far_too_many_layers_is_refused_at_once(tiny):
         changed(tiny("llama"), num_hidden_layers=4096)
 
 
-def test_mixtral_in_a_llama_file_is_refused(tiny):
+def test_experts_that_the_file_does_not_have_are_missing(tiny):
     case = tiny("llama", "gguf")
-    with pytest.raises(UnsupportedError, match="expert_count"):
-        rebuilt(case, {**case.files.config, "llama.expert_count": 8})
+    more = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+    with pytest.raises(ModelFileError, match=r"'blk\.0\.ffn_gate_inp\.weight' is missing"):
+        rebuilt(case, {**case.files.config, **more})
+    with pytest.raises(ModelFileError, match=r"'model\.layers\.0\.mlp\.experts\.6\.gate_proj\.weight' is missing|has shape"):
+        changed(tiny("qwen3_moe"), num_local_experts=4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "'num_experts_per_tok' is 7; it must be at most the 6 experts"),
+        ("qwen2_moe", {"mlp_only_layers": [0.5]}, "'mlp_only_layers' is"),
+        ("qwen2_moe", {"moe_intermediate_size": 17}, "asks for [17, 32]"),
+        ("granite_moe", {"num_local_experts": 5}, "asks for [5, 32]"),
+    ],
+)
+def test_experts_that_cannot_be_are_an_error(name, changes, message, tiny):
+    with pytest.raises(ModelFileError) as error:
+        changed(tiny(name), **changes)
+    assert message in str(error.value)
+
+
+def test_models_that_clip_q_k_and_v_are_refused(tiny):
+    with pytest.raises(UnsupportedError, match="clip_qkv"):
+        changed(tiny("olmoe"), clip_qkv=8.0)
 
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "qwen2", "gemma3"])

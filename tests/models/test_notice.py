@@ -39,6 +39,11 @@ def rope(**changes: object) -> Callable[[DecoderConfig], DecoderConfig]:
     return lambda c: replace(c, rope=turned(c.rope), local_rope=turned(c.local_rope))
 
 
+def moe(**changes: object) -> Callable[[DecoderConfig], DecoderConfig]:
+    """A change of the experts."""
+    return lambda c: replace(c, moe=replace(c.moe, **changes))
+
+
 def longer(n: float) -> float:
     return n + 1
 
@@ -133,6 +138,25 @@ CHANGES: dict[str, dict[str, Callable[[DecoderConfig], DecoderConfig]]] = {
         "one base for all layers": fields(local_rope=None),
         "local layers scaled too": lambda c: replace(c, local_rope=replace(c.local_rope, scaling="linear", factor=8.0)),
     },
+    "qwen2_moe": {
+        "weights renormalised": moe(renorm=True),
+        "sigmoid scores": moe(score="sigmoid"),
+        "softmax of the chosen": moe(score="softmax_of_chosen"),
+        "one expert fewer": moe(top_k=2),
+        "no shared expert": moe(shared_size=0),
+        "shared expert without its gate": moe(shared_gate=False),
+        "no bias": fields(qkv_bias=False),
+    },
+    "qwen3_moe": {"weights not renormalised": moe(renorm=False), "one expert more": moe(top_k=3), "no q, k norm": fields(qk_norm=False)},
+    "mixtral": {"weights not renormalised": moe(renorm=False), "one expert more": moe(top_k=3)},
+    "olmoe": {"weights renormalised": moe(renorm=True), "one expert fewer": moe(top_k=2), "no q, k norm": fields(qk_norm=False)},
+    "granite_moe": {
+        "softmax over all": moe(score="softmax"),
+        "embedding not multiplied": fields(embed_multiplier=1.0),
+        "branches not multiplied": fields(residual_multiplier=1.0),
+        "logits not divided": fields(logit_multiplier=1.0),
+        "scale of the head dimension": fields(query_scale=8**-0.5),
+    },
     "gemma3_nested": {"scale of the head dimension": fields(query_scale=16**-0.5)},
 }
 
@@ -184,7 +208,7 @@ def test_fixture_notices_single_norms_left_without_their_one(name, tiny, oracle)
         assert plain > NOTICED, stem
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_llama3", "llama_yarn", "smollm3", "internlm2"])
+@pytest.mark.parametrize("name", ["llama", "llama_llama3", "llama_yarn", "smollm3", "internlm2", "mixtral", "granite_moe"])
 def test_twin_notices_halves_instead_of_pairs(name, tiny, oracle):
     case = tiny(name, "gguf")
     weights = oracle.load_weights(case.model, case.files.tensors)
@@ -222,6 +246,25 @@ def test_fixture_notices_fused_parts_in_the_wrong_order(a, b, source, tiny, orac
         return case.model.weights[other]
 
     assert renamed(case, oracle, swapped) > NOTICED
+
+
+@pytest.mark.parametrize("source", ["huggingface", "gguf"])
+@pytest.mark.parametrize("name", ["qwen2_moe_all", "qwen3_moe", "mixtral", "olmoe", "granite_moe"])
+def test_fixture_notices_gate_and_up_of_the_experts_exchanged(name, source, tiny, oracle):
+    case = tiny(name, source)
+    a, b = "experts.gate_proj", "experts.up_proj"
+    assert renamed(case, oracle, lambda n: case.model.weights[n.replace(a, b) if a in n else n.replace(b, a)]) > NOTICED
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+def test_fixture_notices_experts_in_another_order(name, tiny, oracle):
+    case = tiny(name)
+
+    def turned(name):
+        ref = case.model.weights[name]
+        return replace(ref, parts=ref.parts[1:] + ref.parts[:1])
+
+    assert renamed(case, oracle, turned) > NOTICED
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3"])
