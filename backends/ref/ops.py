@@ -73,7 +73,7 @@ def route_topk(
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E], bias [E] -> ids i32 [T, k], weights [T, k]."""
-    s = {"softmax": softmax, "sigmoid": _sigmoid, "softmax_of_chosen": np.asarray}[score](logits)
+    s = softmax(logits) if score == "softmax" else _sigmoid(logits) if score == "sigmoid" else logits
     choice = s if bias is None else s + bias
     if groups > 1:
         parts = choice.reshape(len(choice), groups, -1)  # [T, groups, E / groups]
