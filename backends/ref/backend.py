@@ -260,9 +260,8 @@ class RefBackend(Backend):
         self.write(out[1], weights, stream)
 
     def _op_moe(self, *operands: Tensor | None, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
-        x, ids, weights, gate, up, down, *biases = self._read_all(stream, *operands)
-        gate_bias, up_bias, down_bias = (*biases, *[None] * (3 - len(biases)))
-        self.write(out, ops.moe(x, ids, weights, gate, up, down, gate_bias, up_bias, down_bias, kind), stream)
+        present = self._read_all(stream, *operands)
+        self.write(out, ops.moe(*present, *[None] * (9 - len(present)), kind=kind), stream)  # type: ignore[misc]
 
     def _op_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, group: int) -> None:
         codes, scales = ops.quantize(self.read(x, stream), group)
