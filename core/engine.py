@@ -69,7 +69,7 @@ class Engine:
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
         self._numbers = itertools.count()
         self._wake = threading.Condition()  # guards the next four
-        self._inbox: list[tuple[Any, ...]] = []  # (job,) or (handle, index) to cancel, in order
+        self._inbox: list[tuple[Any, ...]] = []  # (job,), (handle, index) to cancel or (handle, None, paused), in order
         self._num_queued = 0  # requests submitted and not yet started
         self._closing = False
         self._broken: EngineError | None = None
@@ -80,6 +80,7 @@ class Engine:
         self._request_s = 1.0  # how long a request takes, a running mean
         self._progress_at = time.monotonic()
         self._close_error: Exception | None = None
+        self.on_step: Callable[[int, float], None] | None = None  # told tokens and seconds of each step, in the engine's thread; must not raise
         self._greedy = SamplerState(SamplingParams(temperature=0.0, top_p=1.0), (), 0)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="fastllm-engine", daemon=True)
@@ -107,7 +108,7 @@ class Engine:
             )
         prompt = check_request(request, self._vocab_size, self.max_context)
         params = request.params.merged_with(BUILT_IN)
-        handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event)
+        handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event, self._ask_pause)
         job = Job(handle, prompt, self.max_context - len(prompt), self._vocab_size, next(self._numbers))
         with self._wake:
             if self._broken is not None:
@@ -132,6 +133,18 @@ class Engine:
                 if not self._closing:
                     self._inbox.append((handle, index))
                     self._wake.notify()
+
+    def _ask_pause(self, handle: RequestHandle, paused: bool) -> None:
+        if os.getpid() == self._pid:
+            with self._wake:
+                if not self._closing:
+                    self._inbox.append((handle, None, paused))
+                    self._wake.notify()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait; `max_queue` may."""
+        return self._num_queued
 
     @property
     def healthy(self) -> bool:
@@ -204,7 +217,9 @@ class Engine:
 
     def _wait(self) -> bool:
         """Sleeps until there is work. False: close."""
-        if not self._jobs and not self._inbox:
+        scheduler = self._scheduler
+        idle = not self._jobs or (scheduler.parked and not scheduler.running and not scheduler.waiting)
+        if idle and not self._inbox:
             with self._wake:
                 while not self._inbox and not self._closing:
                     self._wake.wait()
@@ -219,8 +234,13 @@ class Engine:
         for item in items:
             if len(item) == 1:
                 self._admit(item[0])
-            elif (job := self._jobs.get(item[0])) is not None:
+            elif (job := self._jobs.get(item[0])) is None:
+                continue
+            elif len(item) == 2:
                 self._cancel(job, item[1])
+            else:
+                for choice in job.choices:
+                    (self._scheduler.park if item[2] else self._scheduler.unpark)(choice.sequence)
 
     def _admit(self, job: Job) -> None:
         self._jobs[job.handle] = job
@@ -246,7 +266,7 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduler.schedule()
         if step is None:
-            if self._jobs:  # never to happen; an error is better than a thread that spins and callers that wait
+            if self._jobs and not self._scheduler.parked:  # never to happen; an error is better than a thread that spins and callers that wait
                 raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
             return
         now = time.monotonic()
@@ -254,6 +274,7 @@ class Engine:
             job = part.sequence.owner.job
             if job.started_at is None:
                 job.started_at = now
+                job.handle.started = True
                 with self._wake:
                     self._num_queued -= 1
         try:
@@ -271,12 +292,14 @@ class Engine:
         self._steps += 1
         self._computed += len(step.batch.ids)
         self._progress_at = time.monotonic()
+        if self.on_step is not None:
+            self.on_step(len(step.batch.ids), self._progress_at - now)
         self._take_inbox()
         self._scheduler.advance(step)
         for part in step.slices:
             choice = part.sequence.owner
-            if choice.finished or not part.num_rows:
-                continue
+            if choice.finished or not part.num_rows or part.sequence.blocks is None:
+                continue  # without blocks: parked meanwhile; it computes this row again, and draws the same token
             try:
                 self._deliver(choice, part, ids, result)
             except Exception as error:  # not finite, or too little memory for log-probabilities: this request's matter

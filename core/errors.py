@@ -7,14 +7,16 @@ type or change). The command line prints the layout of `render()`; `--json` prin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 __all__ = [
+    "AuthenticationError",
     "BackendBroken",
     "BackendDisabled",
     "BackendIncompatible",
     "BackendNotFound",
     "BackendUnavailable",
+    "BodyTooLarge",
     "Cancelled",
     "ConfigError",
     "ContextOverflow",
@@ -23,17 +25,43 @@ __all__ = [
     "EngineError",
     "FastLLMError",
     "InvalidRequest",
+    "MethodNotAllowed",
     "ModelFileError",
     "ModelNotFound",
+    "NotFound",
     "OutOfMemory",
+    "PermissionDenied",
     "QueueFull",
+    "RequestTimeout",
     "ShapeError",
+    "SwitchedOff",
     "TemplateError",
     "TokenizerError",
+    "Unavailable",
+    "UnsupportedContent",
     "UnsupportedError",
+    "UnsupportedMedia",
     "UsageError",
+    "http_types",
     "one_line",
 ]
+
+_HTTP_TYPES: Final = {
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    501: ("not_supported_error", "api_error"),
+    503: ("unavailable_error", "overloaded_error"),
+}
+"""HTTP status -> `type` in an error of the OpenAI routes, and in one of the Anthropic routes. Every other 4xx is an invalid request."""
+
+
+def http_types(status: int) -> tuple[str, str]:
+    """The `type` of an answer with this status: (OpenAI's name, Anthropic's name)."""
+    return _HTTP_TYPES.get(status, ("invalid_request_error",) * 2 if status < 500 else _HTTP_TYPES[500])
 
 
 def one_line(text: str) -> str:
@@ -135,6 +163,12 @@ class QueueFull(FastLLMError):
     http_status, code = 503, "queue_full"
 
 
+class Unavailable(FastLLMError):
+    """The server loads its model, drains, or has no process free: try again later (retry_after_s)."""
+
+    http_status, code = 503, "unavailable"
+
+
 # 2: the question was wrong --------------------------------------------------------------------------------------------
 
 
@@ -148,6 +182,60 @@ class InvalidRequest(UsageError):
     """A request field of the wrong type or out of range; names the field and the range."""
 
     code = "invalid_request_error"
+
+
+class UnsupportedContent(InvalidRequest):
+    """Content that this model or server cannot take: images, audio, files, tools of the provider."""
+
+    code = "unsupported_content"
+
+
+class AuthenticationError(UsageError):
+    """No key, a wrong one, two different ones, or one in the URL."""
+
+    http_status, code = 401, "invalid_api_key"
+
+
+class PermissionDenied(UsageError):
+    """A foreign `Host` or `Origin` header."""
+
+    http_status, code = 403, "permission_denied"
+
+
+class NotFound(UsageError):
+    """No such route, or no such thing under an id."""
+
+    http_status, code = 404, "not_found"
+
+
+class MethodNotAllowed(UsageError):
+    """The route is there, for other methods (allow)."""
+
+    http_status, code = 405, "method_not_allowed"
+
+
+class RequestTimeout(UsageError):
+    """A request body that stopped coming."""
+
+    http_status, code = 408, "request_timeout"
+
+
+class BodyTooLarge(UsageError):
+    """A request body above the limit."""
+
+    http_status, code = 413, "body_too_large"
+
+
+class UnsupportedMedia(UsageError):
+    """A request body that is not JSON by its headers, or is compressed."""
+
+    http_status, code = 415, "unsupported_media_type"
+
+
+class SwitchedOff(UsageError):
+    """A route that an option has switched off."""
+
+    http_status, code = 501, "not_supported"
 
 
 class ConfigError(UsageError):

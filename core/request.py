@@ -163,8 +163,11 @@ class RequestHandle:
         seed: int,
         cancel: Callable[[RequestHandle, int | None], None],
         on_event: Callable[[RequestHandle, TokenEvent | None], None] | None = None,
+        pause: Callable[[RequestHandle, bool], None] | None = None,
     ):
         self.request, self.params, self.seed = request, params, seed
+        self.started = False  # a step has worked on it
+        self._pause = pause
         self.error: FastLLMError | None = None
         self.timings = Timings(prompt_tokens=len(request.prompt_ids))
         self._cancel, self._on_event = cancel, on_event
@@ -188,6 +191,22 @@ class RequestHandle:
         """Ends the request, or only one choice of it (a stop string was found), by the end of the step that runs. No effect on
         what has ended already."""
         self._cancel(self, index)
+
+    @property
+    def waiting(self) -> bool:
+        """It is queued: no step has worked on it yet."""
+        return not self.started and not self.done
+
+    def pause(self) -> None:
+        """Sets the request aside from the next step on, because nobody reads its events: it holds no place and no blocks until
+        `resume`, and goes on with the very tokens it would have had."""
+        if self._pause is not None:
+            self._pause(self, True)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        if self._pause is not None:
+            self._pause(self, False)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Events in order of generation; choices are mixed. Raises the request's error, or Cancelled, after the events before it.

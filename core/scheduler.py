@@ -147,6 +147,7 @@ class Scheduler:
         self.max_running = min(max_tokens, max_sequences, max_rows)  # so that each may decode in every step
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by policy
+        self.parked: list[Sequence] = []  # set aside until their owner wants them again
         self.num_preemptions = 0
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._tables = np.zeros((self.max_running, max_blocks), I32)  # row: slot; columns: the sequence's blocks
@@ -174,11 +175,30 @@ class Scheduler:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
         if sequence.siblings:  # its prompt is not done: the next choice computes it instead
             heir, *others = sequence.siblings
             sequence.siblings = []
             heir.siblings, heir.prompt_rows, heir.num_prompt_rows = others, sequence.prompt_rows, sequence.num_prompt_rows
             self.add(heir)
+
+    def park(self, sequence: Sequence) -> None:
+        """Sets a sequence aside: place and blocks go to others, and it is computed again (or found in the cache) after `unpark`."""
+        if sequence.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            return  # a choice that has ended, or waits for the prompt of the first one
+        self.parked.append(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Puts a parked sequence in the queue again; does nothing for others."""
+        if sequence in self.parked:
+            self.parked.remove(sequence)
+            self.add(sequence)
 
     def _order(self, sequence: Sequence) -> tuple[int, ...]:
         priority, *age = sequence.rank

@@ -22,6 +22,7 @@ from .core.errors import InvalidRequest, ModelFileError, OutOfMemory, TokenizerE
 from .core.graph import KVSpec, SlotSpec
 from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
+from .core.scheduler import POLICIES
 
 if TYPE_CHECKING:
     from .core.backend import Backend
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .formats import ModelFiles
     from .text import ChatTemplate, Tokenizer
 
-__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "load_model", "open_files", "plan_model"]
+__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "load_model", "open_files", "open_text", "plan_model"]
 
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
@@ -58,7 +59,8 @@ class LoadOptions:
     backend: NAME[:DEVICE] or None (auto); backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
     ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
-    all, None = a full context for every sequence, as far as memory allows; fallback: policy when an op leaves its device;
+    all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; max_queue: requests that may wait; schedule: who comes
+    first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
     configuration and plug-in files the user named; offline: no network.
     """
@@ -71,6 +73,9 @@ class LoadOptions:
     prefill_chunk: int = 512
     block_size: int = 64
     kv_cache_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    max_queue: int = 256
+    schedule: str = "fcfs"
     fallback: str | None = None
     prefix_cache: bool = True
     strict: bool = False
@@ -84,6 +89,7 @@ class LoadOptions:
     def check(self) -> None:
         """Raises UsageError for values that cannot be used, naming the option and its range."""
         ranges = {"threads": (0, 4096), "max_batch_size": (1, 4096), "prefill_chunk": (1, 65536), "block_size": (8, 1024)}
+        ranges["max_queue"] = (1, 1 << 20)
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -92,6 +98,12 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 8):
                 raise UsageError(f"{name} is {value!r}; it must be at least 8 tokens", fix=f"--{name.replace('_', '-')} 4096")
+        if self.kv_cache_tokens is not None and self.kv_cache_bytes is not None:
+            raise UsageError("kv_cache_tokens and kv_cache_bytes are two sizes of one cache", fix="give one of them")
+        if self.kv_cache_bytes is not None and (type(self.kv_cache_bytes) is not int or self.kv_cache_bytes < 1):
+            raise UsageError(f"kv_cache_bytes is {self.kv_cache_bytes!r}; it must be a number of bytes", fix="--kv-cache-size 1GiB")
+        if self.schedule not in POLICIES:
+            raise UsageError(f"schedule is {self.schedule!r}; it must be one of {', '.join(POLICIES)}", fix="--schedule fcfs")
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
@@ -274,8 +286,11 @@ def _fit(
         options.message(f"context {context:,} of the model's {wanted:,} tokens: that is what {_mib(available or 0)} of available memory holds")
     per_sequence = -(-context // size)
     blocks = -(-options.kv_cache_tokens // size) if options.kv_cache_tokens else per_sequence * sequences
-    if options.kv_cache_tokens and blocks < per_sequence:
-        raise UsageError(f"a cache of {options.kv_cache_tokens:,} tokens does not hold one context of {context:,}", fix=f"--ctx {blocks * size}")
+    if options.kv_cache_bytes and block_bytes:
+        blocks = options.kv_cache_bytes // block_bytes
+    if blocks < per_sequence:
+        fix = f"--ctx {blocks * size}" if blocks else f"a cache of at least {_mib(per_sequence * block_bytes)}"
+        raise UsageError(f"a cache of {blocks * size:,} tokens does not hold one context of {context:,}", fix=fix)
     if most is not None:
         blocks = max(per_sequence, min(blocks, most))
     return planned(context, blocks), context, available
@@ -330,7 +345,7 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
     planned = plan_model(model, options)
     files = planned.files
     try:
-        tokenizer, template = _open_text(files, planned.context)
+        tokenizer, template = open_text(files, planned.context)
         if tokenizer.vocab_size > planned.definition.vocab_size:
             raise TokenizerError(
                 f"the tokenizer has {tokenizer.vocab_size:,} entries, the model's embedding {planned.definition.vocab_size:,} rows",
@@ -347,14 +362,21 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
     try:
         files.check_unchanged()  # what was read while somebody wrote is not the model
         stateful = any(isinstance(value.spec, SlotSpec) for value in planned.plan.graph.values.values())
-        engine = Engine(executor, prefix_cache=options.prefix_cache, max_context=planned.context, stateful=stateful)
+        engine = Engine(
+            executor,
+            policy=options.schedule,
+            max_queue=options.max_queue,
+            prefix_cache=options.prefix_cache,
+            max_context=planned.context,
+            stateful=stateful,
+        )
     except BaseException:
         close_all(executor.close, planned.close)
         raise
     return LoadedModel(planned, engine, tokenizer, template, defaults, time.perf_counter() - start)
 
 
-def _open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate | None]:
+def open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template of a model's files."""
     from .formats.sources import tokenizer_cache
     from .text import ChatTemplate, Tokenizer

@@ -210,6 +210,13 @@ def errors() -> str:
     return table(("class", "`code`", "exit code", "HTTP status", "when"), rows)
 
 
+def routes() -> str:
+    """The server's routes."""
+    from fastllm.server.app import ROUTES
+
+    return table(("route", "does"), [(f"`{method} {path.replace(':path', '')}`", text) for method, path, text, _ in ROUTES])
+
+
 # Python -----------------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +374,7 @@ def backend_list() -> str:
     return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in backend_specs()])
 
 
-COMMANDS = ("run", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status")
+COMMANDS = ("run", "server", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status")
 
 PARTS: dict[str, Callable[[], str]] = {
     "families": families,
@@ -379,6 +386,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": command_list,
     "exit-codes": exit_codes,
     "errors": errors,
+    "routes": routes,
     "sampling-params": sampling_params,
     "load-options": load_options,
     "op-count": op_count,

@@ -14,6 +14,7 @@ __all__ = ["ALIASES", "COMMANDS", "cli"]
 
 COMMANDS = {
     "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
+    "server": ("fastllm.cli.server", "Serve a model to clients of the OpenAI and Anthropic interfaces."),
     "download": ("fastllm.cli.download", "Fetch a model into the cache."),
     "list": ("fastllm.cli.download", "Show the models that are on this machine."),
     "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
@@ -23,12 +24,30 @@ COMMANDS = {
 }
 """name -> (module, one line of help): the help of the group is shown without importing any command."""
 
-ALIASES = {"chat": "run", "backend": "backends"}
+ALIASES = {"chat": "run", "serve": "server", "backend": "backends"}
 
 
 def same_dashes(name: str) -> str:
     """`_` counts as `-` in option and command names."""
     return name.replace("_", "-")
+
+
+def without_command(args: list[str]) -> list[str]:
+    """A command line that begins with `--model F` (or `-p`, `--path`), with its command; others as they are."""
+    names = [same_dashes(arg.partition("=")[0]) for arg in args]
+    if not args or not args[0].startswith("-") or not {"--model", "--path", "-p", "--http-mode"} & set(names):
+        return args
+    rest, model, at = [], None, 0
+    while at < len(args):
+        name, equals, value = args[at].partition("=")
+        if same_dashes(name) in ("--model", "--path", "-p"):
+            if not equals and at + 1 == len(args):
+                raise click.UsageError(f"{name} needs the name of a model")
+            model, at = (value, at) if equals else (args[at + 1], at + 1)
+        elif same_dashes(name) != "--http-mode":
+            rest.append(args[at])
+        at += 1
+    return ["server" if "--http-mode" in names else "run", *([] if model is None else [model]), *rest]
 
 
 class LazyGroup(click.Group):
@@ -50,6 +69,10 @@ class LazyGroup(click.Group):
         """The table, without imports."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """`fastllm --model F …` is `fastllm run F …`, and with `--http-mode` `fastllm server F …`."""
+        return super().parse_args(ctx, without_command(args))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Unknown commands list close ones."""

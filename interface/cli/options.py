@@ -52,14 +52,20 @@ _sampling = (
 )
 
 
+_SAMPLING_NAMES = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos"
+)  # fmt: skip
+
+
 def model_options(command: F) -> F:
     """--backend … --debug, for every command that opens a model."""
     return _together(*_model)(command)
 
 
-def sampling_options(command: F) -> F:
-    """--max-tokens … --ignore-eos."""
-    return _together(*_sampling)(command)
+def sampling_options(command: F | None = None, *, without: tuple[str, ...] = ()) -> Any:
+    """--max-tokens … --ignore-eos; without: those whose value has one of these names."""
+    chosen = [o for name, o in zip(_SAMPLING_NAMES, _sampling, strict=True) if name not in without]
+    return _together(*chosen) if command is None else _together(*chosen)(command)
 
 
 def parse_pairs(pairs: tuple[str, ...]) -> dict[str, str]:

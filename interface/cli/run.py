@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..llm import LLM, Answer
 
-__all__ = ["run_command"]
+__all__ = ["run_command", "use_threads"]
 
 
 @click.command("run")
@@ -51,7 +51,7 @@ def run_command(model: str | None, **values: Any) -> int:
         raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
     if values["raw"] and values["system"]:
         raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
-    _use_threads(values["threads"])
+    use_threads(values["threads"])
     from ..llm import LLM
     from ..loading import DEFAULT_MODEL, load_model
     from .terminal import Reporter
@@ -71,7 +71,7 @@ def run_command(model: str | None, **values: Any) -> int:
         return _answer(llm, prompt or "", params, values)
 
 
-def _use_threads(threads: int) -> None:
+def use_threads(threads: int) -> None:
     """Thread pools of libraries that fastllm does not use for compute must not take the cores. They are read when numpy and
     tokenizers are imported, so this comes first."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):

@@ -153,8 +153,8 @@ def test_files_that_change_are_refused(tiny_model, tmp_path, monkeypatch, when):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     path = folder / "model.safetensors"
     if when == "before":
-        text = loading._open_text
-        monkeypatch.setattr(loading, "_open_text", lambda *args: (os.utime(path, ns=(1, 1)), text(*args))[1])
+        text = loading.open_text
+        monkeypatch.setattr(loading, "open_text", lambda *args: (os.utime(path, ns=(1, 1)), text(*args))[1])
         monkeypatch.setattr(executor, "load_weights", lambda *args: pytest.fail("weights were read"))
     else:
         load = executor.load_weights
@@ -236,6 +236,6 @@ def test_memory_that_is_missing_while_a_model_is_opened_is_an_error_of_ours(tiny
     def fail(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr(loading, "_open_text", fail)
+    monkeypatch.setattr(loading, "open_text", fail)
     with pytest.raises(OutOfMemory, match="no memory left"):
         load_model(tiny_model, LoadOptions(backend="ref"))

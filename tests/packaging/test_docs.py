@@ -33,7 +33,7 @@ def load(path: str) -> ModuleType:
 
 make_docs = load("scripts/make_docs.py")
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in make_docs.documents()]
-OTHER_OPTIONS = {"--write", "--check"}
+OTHER_OPTIONS = {"--write", "--check", "--model", "--http-mode"}
 """Options of scripts, which documents may name, too."""
 
 

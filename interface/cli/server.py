@@ -1,0 +1,229 @@
+"""`fastllm server`: the model behind the HTTP interfaces that clients know, for as long as the process lives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from .options import load_options, model_options, sampling_options
+from .sizes import CacheSize, Size
+
+if TYPE_CHECKING:
+    from ..core.sampling import SamplingParams
+    from ..server.settings import ServerSettings
+
+__all__ = ["server_command"]
+
+MIN_KEY: Final = 8  # characters; shorter keys are guessed
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Keys of the file become the command's defaults: variables and flags win over them."""
+    if value is None:
+        return None
+    try:
+        data = tomllib.loads(value.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config {value}: {error}", ctx) from None
+    names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in ("config_file",)}
+    found: dict[str, Any] = {}
+    for key, given in data.items():
+        parameter = names.get(key.replace("_", "-"))
+        if parameter is None or isinstance(given, dict):
+            known = ", ".join(sorted(n for n in names if len(n) > 1))
+            raise click.UsageError(f"--config {value}: no option '{key}'; there are {known}", ctx)
+        many = isinstance(parameter, click.Option) and parameter.multiple and not isinstance(given, list)
+        found[str(parameter.name)] = [given] if many else given
+    ctx.default_map = {**(ctx.default_map or {}), **found}
+    return value
+
+
+def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What only a server takes, in the order of the help."""
+    options = (
+        click.option("--host", "hosts", multiple=True, default=("127.0.0.1",), envvar="FASTLLM_HOST", help="Address or name to listen on; may be repeated.  [default: 127.0.0.1]"),
+        click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 picks a free one, and prints it.  [default: 8000]"),
+        click.option("--uds", type=click.Path(dir_okay=False), help="Listen on this Unix socket, and on no port."),
+        click.option("--root-path", default="", help="Prefix of all routes behind a proxy, such as /llm."),
+        click.option("--model-name", "model_names", multiple=True, envvar="FASTLLM_MODEL_NAME", help="Name that clients use; may be repeated.  [default: the model's]"),
+        click.option("--api-key", "api_keys", multiple=True, envvar="FASTLLM_API_KEY", help="A key that clients must send; may be repeated. Process lists show it: better --api-key-file."),
+        click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), help="A file with one key a line; SIGHUP reads it again."),
+        click.option("--insecure", is_flag=True, help="Listen to other machines without asking for a key."),
+        click.option("--allowed-host", "allowed_hosts", multiple=True, envvar="FASTLLM_ALLOWED_HOST", help="Further name by which clients may call a local server."),
+        click.option("--cors-origin", "cors_origins", multiple=True, envvar="FASTLLM_CORS_ORIGIN", help="Origin of web pages that may call, or *; may be repeated."),
+        click.option("--max-tokens", "-n", type=click.IntRange(1), default=8192, help="New tokens of a request that does not say.  [default: 8192]"),
+        click.option("--max-n", type=click.IntRange(1, 16), default=16, help="Most answers per prompt.  [default: 16]"),
+        click.option("--max-batch-size", "--max-batch", type=click.IntRange(1, 4096), default=8, help="Sequences that run at the same time.  [default: 8]"),
+        click.option("--max-queue", type=click.IntRange(1, 1 << 20), default=256, help="Requests that may wait; more get 503.  [default: 256]"),
+        click.option("--queue-timeout", type=click.FloatRange(0.001), help="Seconds a request may wait.  [default: for ever]"),
+        click.option("--schedule", type=click.Choice(["fcfs", "shortest-remaining"]), default="fcfs", help="Who runs first.  [default: fcfs]"),
+        click.option("--max-body", type=Size(1), default="32MiB", help="Largest body.  [default: 32MiB]"),
+        click.option("--drain", type=click.FloatRange(0), default=30.0, help="Seconds that running requests get at the end.  [default: 30]"),
+        click.option("--sse-ping", type=click.FloatRange(0.1), default=15.0, help="Seconds of silence of a stream before a comment is sent.  [default: 15]"),
+        click.option("--prefill-chunk", "--chunked-prefill-size", type=click.IntRange(1, 65536), default=512, help="Tokens of a step.  [default: 512]"),
+        click.option("--block-size", "--page-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
+        click.option("--kv-cache-size", "--kv-cache-limit", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
+        click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
+        click.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
+        click.option("--no-metrics", is_flag=True, help="Switch /metrics off."),
+        click.option("--metrics-aliases", type=click.Choice(["vllm"]), help="Metrics under these names, too."),
+        click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on stderr.  [default: text]"),
+        click.option("--dev", "--dev-mode", is_flag=True, help="Routes that list and cancel running requests."),
+        click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True, callback=_read_config, help="A TOML file with options: port = 8080."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command("server", context_settings={"auto_envvar_prefix": "FASTLLM"})
+@click.argument("model", required=False)
+@_server_options
+@sampling_options(without=("max_tokens", "seed", "ignore_eos"))
+@model_options
+def server_command(model: str | None, **values: Any) -> int:
+    """Serve MODEL to clients of the OpenAI and Anthropic interfaces.
+
+    MODEL is what `fastllm run` takes. Options can also be given as variables (FASTLLM_ and the name: FASTLLM_PORT) and in a file
+    (--config); a flag wins over a variable, a variable over the file. Sampling options are the defaults of requests that do not say.
+
+    \b
+    fastllm server ./model.gguf --port 8080
+    fastllm server smollm2 --host 0.0.0.0 --api-key-file keys.txt
+    """
+    from .run import use_threads
+
+    use_threads(values["threads"])
+    import asyncio
+
+    from ..loading import DEFAULT_MODEL, load_model
+    from ..server.serve import open_sockets, serve, shown_address
+    from .terminal import Reporter, say
+
+    name = model or DEFAULT_MODEL
+    settings, read_keys = _settings(name, values)
+    sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
+    try:
+        with Reporter(quiet=values["quiet"]) as reporter:
+            extra = {k: values[k] for k in ("max_batch_size", "max_queue", "schedule", "prefill_chunk", "block_size")}
+            kind, amount = values["kv_cache_size"] or ("tokens", None)
+            extra |= {f"kv_cache_{kind}": amount, "prefix_cache": values["prefix_cache"] == "on"}
+            options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
+            path = _fetch(name, options)
+            addresses = [shown_address(made) for made in sockets]
+            if not values["quiet"]:
+                say(f"fastllm: loading {settings.name}; listening at {', '.join(addresses)}")
+
+            def ready(runtime: Any) -> None:
+                reporter.stop()
+                click.echo("\n".join(addresses))
+                sys.stdout.flush()
+                if not values["quiet"]:
+                    loaded = runtime.model
+                    say(f"fastllm: {settings.name} is ready: context {loaded.context:,} tokens, {loaded.backend}, {loaded.threads} threads")
+
+            load = lambda: load_model(path, options)  # noqa: E731
+            defaults = _defaults(values)
+            return asyncio.run(serve(settings, sockets, load, ready=ready, read_keys=read_keys, defaults=defaults))
+    finally:
+        for made in sockets:
+            made.close()
+
+
+def _fetch(name: str, options: Any) -> str:
+    """The model's path; a download happens here, where a signal can end it, and not in the thread that loads."""
+    from ..formats.sources import resolve
+
+    path = resolve(
+        name,
+        offline=options.offline,
+        progress=lambda done, total, label: options.progress(f"download {label}", done, total),
+        notice=options.message,
+        licence=options.licence,
+    )
+    return os.fspath(path)
+
+
+def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callable[[], Sequence[str]] | None]:
+    """The server's settings, and how its keys are read again. Raises click.UsageError for an unsafe combination."""
+    from ..server.serve import is_loopback
+    from ..server.settings import ServerSettings
+    from .terminal import say
+
+    read_keys = _key_reader(values)
+    keys = tuple(read_keys() if read_keys else values["api_keys"])
+    local = not values["uds"] and all(is_loopback(host, values["port"]) for host in values["hosts"])
+    if not local and not values["uds"] and not keys and not values["insecure"]:
+        raise click.UsageError(
+            f"--host {' '.join(values['hosts'])} lets other machines in, and there is no key: give --api-key-file FILE, or --insecure to allow everybody"
+        )
+    if click.get_current_context().get_parameter_source("api_keys") is click.core.ParameterSource.COMMANDLINE and not values["quiet"]:
+        say("fastllm: --api-key can be read in process lists; --api-key-file cannot")
+    root = values["root_path"].rstrip("/")
+    if root and not root.startswith("/"):
+        raise click.UsageError(f"--root-path {root} must begin with /")
+    base = Path(name.rstrip("/")).name.removesuffix(".gguf") if Path(name).exists() else name
+    settings = ServerSettings(
+        names=values["model_names"] or (base,),
+        keys=keys,
+        hosts=tuple(host.lower() for host in values["allowed_hosts"]),
+        origins=values["cors_origins"],
+        local=local,
+        root_path=root,
+        max_tokens=values["max_tokens"],
+        max_n=values["max_n"],
+        max_body=values["max_body"],
+        drain_s=values["drain"],
+        queue_timeout_s=values["queue_timeout"],
+        ping_s=values["sse_ping"],
+        strict=values["strict"],
+        strict_model=values["strict_model"],
+        metrics=not values["no_metrics"],
+        metrics_aliases=values["metrics_aliases"] == "vllm",
+        json_log=values["log_format"] == "json",
+        dev=values["dev"],
+    )
+    return settings, read_keys
+
+
+def _key_reader(values: dict[str, Any]) -> Callable[[], Sequence[str]] | None:
+    """Reads all keys, those of the file anew; None without a file."""
+    for key in values["api_keys"]:
+        _check_key(key, "--api-key")
+    path: Path | None = values["api_key_file"]
+    if path is None:
+        return None
+
+    def read() -> Sequence[str]:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise click.UsageError(f"--api-key-file {path} holds no key")
+        for key in keys:
+            _check_key(key, f"--api-key-file {path}")
+        return (*values["api_keys"], *keys)
+
+    return read
+
+
+def _check_key(key: str, where: str) -> None:
+    if len(key) < MIN_KEY or not all("!" <= c <= "~" for c in key):
+        raise click.UsageError(f"{where}: a key must have at least {MIN_KEY} visible ASCII characters, without blanks")
+
+
+def _defaults(values: dict[str, Any]) -> SamplingParams:
+    """What requests get that do not say, where a flag does."""
+    from ..core.sampling import SamplingParams
+
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    given = {name: values[name] for name in names if values[name] is not None}
+    return SamplingParams(**given, repetition_penalty=values["repeat_penalty"])

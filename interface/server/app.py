@@ -1,0 +1,248 @@
+"""The table of routes, and how a request that generates is answered.
+
+Handlers read the body (bounded in size and pace), have it prepared, submit it, and hand over to a `Reply`, which sends while it watches
+for the client to go. FastAPI holds the table and publishes it; bodies are validated where they are prepared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import JSONResponse, Response
+
+from ..core.errors import (
+    BodyTooLarge,
+    Cancelled,
+    EngineError,
+    FastLLMError,
+    NotFound,
+    RequestTimeout,
+    SwitchedOff,
+    UnsupportedMedia,
+)
+from .answers import Identity, error_body, error_headers, is_fault
+from .chat import ChatWriter
+from .completions import CompletionWriter
+from .gate import Gate, Visit, send_error, send_json
+from .generation import Generation, Writer
+from .openapi import describe
+from .prepare import Prepared
+from .runtime import Runtime
+from .sse import STREAM_HEADERS, Outbox, Receive, Scope, Send, wait_for_disconnect
+
+__all__ = ["ROUTES", "make_app"]
+
+ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
+    ("POST", "/v1/chat/completions", "Answer a conversation.", {"body": "chat", "stream": True}),
+    ("POST", "/v1/completions", "Continue texts or token ids.", {"body": "completion", "stream": True}),
+    ("GET", "/v1/models", "The models that answer.", {}),
+    ("GET", "/v1/models/{model_id:path}", "One model.", {}),
+    ("GET", "/live", "200 while the process answers.", {}),
+    ("GET", "/health", "503 while the model loads, when no step has ended for 60 s, and when the engine has failed.", {}),
+    ("GET", "/ready", "200 if a new request would be taken now.", {}),
+    ("GET", "/metrics", "Prometheus metrics.", {"media": "text/plain"}),
+    ("GET", "/openapi.json", "This description.", {}),
+)
+"""Method, path, what it does, and for the description: the kind of its body, whether it streams, its media type."""
+
+WRITERS: Final[dict[str, tuple[str, Callable[[Identity, Generation], Writer]]]] = {
+    "chat": ("chatcmpl-", ChatWriter),
+    "completion": ("cmpl-", CompletionWriter),
+}
+"""Kind of a request -> prefix of its id, and who words its answers."""
+
+
+async def read_body(request: Request, limit: int, pause_s: float) -> bytes:
+    """The whole body. Raises UnsupportedMedia, BodyTooLarge, RequestTimeout; never reads on after that."""
+    visit: Visit = request.scope["visit"]
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    visit.close = True  # until the body has been read: what is left of it must not be taken for the next request
+    if kind != "application/json" or coding != "identity":
+        raise UnsupportedMedia("the body must be application/json, not compressed", fix="send the header Content-Type: application/json")
+    too_large = BodyTooLarge(f"the body is larger than {limit} bytes", fix="send less, or start the server with a larger --max-body")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdecimal() and int(length[:19]) > limit:
+        raise too_large
+    parts, size = [], 0
+    while True:
+        try:
+            message = await asyncio.wait_for(request.receive(), pause_s)
+        except TimeoutError:
+            raise RequestTimeout(f"the body stopped coming for {pause_s:g} s", fix="send it without a pause") from None
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client has gone")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            visit.close = False
+            return b"".join(parts)
+
+
+def reply_headers(ready: Prepared, seed: int | None = None) -> dict[str, str]:
+    """What an answer says about how the request was taken."""
+    headers = {} if seed is None else {"x-fastllm-seed": str(seed)}
+    if ready.ignored:
+        headers["x-fastllm-ignored"] = ", ".join(_ascii(name) for name in ready.ignored[:32])
+    if ready.warnings:
+        headers["x-fastllm-warning"] = "; ".join(_ascii(line) for line in ready.warnings)
+    return headers
+
+
+def _ascii(text: str) -> str:
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:200])
+
+
+class Reply(Response):
+    """Sends a generation's answer, and cancels the generation when the client goes."""
+
+    def __init__(self, runtime: Runtime, generation: Generation, headers: dict[str, str]):
+        super().__init__()
+        self._runtime, self._generation, self._more = runtime, generation, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One answer."""
+        generation, outbox = self._generation, self._generation.outbox
+        scope["visit"].generation = generation
+        watcher = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            if outbox is None:
+                await self._whole(scope, send, watcher)
+            else:
+                if "transport" in scope:
+                    outbox.abort = scope["transport"].abort
+                await self._stream(outbox, send, watcher)
+        finally:
+            watcher.cancel()
+            generation.cancel()
+            self._runtime.leave(generation, outbox)
+
+    async def _stream(self, outbox: Outbox, send: Send, watcher: asyncio.Task[None]) -> None:
+        headers = {**STREAM_HEADERS, **self._more}
+        await send({"type": "http.response.start", "status": 200, "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]})
+        sender = asyncio.create_task(outbox.drain_into(send))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done() and not watcher.done():
+                await sender
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+    async def _whole(self, scope: Scope, send: Send, watcher: asyncio.Task[None]) -> None:
+        generation = self._generation
+        done = asyncio.create_task(generation.done.wait())
+        try:
+            await asyncio.wait({done, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            done.cancel()
+        if not generation.done.is_set():
+            return
+        if generation.error is not None:
+            if is_fault(generation.error):
+                self._runtime.log.fault(scope["visit"], generation.error)
+            await send_error(send, scope["visit"], generation.error, self._more)
+        else:
+            await send_json(send, 200, generation.writer.body(generation.usage()), self._more)
+
+
+def make_app(runtime: Runtime) -> Gate:
+    """The whole application for a runtime."""
+    settings = runtime.settings
+    app = FastAPI(title="fastllm", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        visit: Visit = request.scope["visit"]
+        known = error if isinstance(error, FastLLMError) else EngineError(type(error).__name__)
+        visit.code = known.code
+        if known is error and is_fault(known):  # the gate logs what is not ours
+            runtime.log.fault(visit, known)
+        body = error_body(known, visit.request_id, anthropic=visit.anthropic)
+        return JSONResponse(body, known.http_status, error_headers(known))
+
+    app.add_exception_handler(FastLLMError, failed)
+    app.add_exception_handler(Exception, failed)
+
+    def generates(kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            pool = runtime.check_open()
+            body = await read_body(request, settings.max_body, settings.body_pause_s)
+            ready = await pool.prepare(kind, body)
+            del body
+            pool = runtime.check_open()
+            visit: Visit = request.scope["visit"]
+            generation = Generation(runtime, ready, visit.request_id, Outbox() if ready.stream else None)
+            prefix, writer = WRITERS[kind]
+            generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
+            generation.submit()
+            runtime.enter(generation, generation.outbox)
+            return Reply(runtime, generation, reply_headers(ready, generation.seed))
+
+        return handler
+
+    async def live(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def health(request: Request) -> Response:
+        state = runtime.state()
+        headers = {"retry-after": "2"} if state == "loading" else {}
+        well = state in ("ready", "draining")
+        return JSONResponse({"status": "ok" if well else state}, 200 if well else 503, headers)
+
+    async def ready(request: Request) -> Response:
+        state = runtime.state()
+        if state == "ready" and runtime.full():
+            state = "full"
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503, {} if state == "ready" else {"retry-after": "2"})
+
+    def entry(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": int(runtime.started_at), "owned_by": "fastllm", "meta": runtime.info()}
+
+    def anthropic_entry(name: str) -> dict[str, Any]:
+        from datetime import UTC, datetime
+
+        created = datetime.fromtimestamp(int(runtime.started_at), UTC).isoformat().replace("+00:00", "Z")
+        return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+    async def models(request: Request) -> Response:
+        if "anthropic-version" in request.headers:
+            data = [anthropic_entry(name) for name in settings.names]
+            return JSONResponse({"data": data, "has_more": False, "first_id": settings.names[0], "last_id": settings.names[-1]})
+        return JSONResponse({"object": "list", "data": [entry(name) for name in settings.names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model_id"]
+        if name not in settings.names:
+            raise NotFound(f"no model '{name[:80]}' here", fix=f"the models are {', '.join(settings.names)}")
+        return JSONResponse(anthropic_entry(name) if "anthropic-version" in request.headers else entry(name))
+
+    async def metrics(request: Request) -> Response:
+        if not settings.metrics:
+            raise SwitchedOff("metrics are switched off", fix="start the server without --no-metrics")
+        return Response(runtime.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(describe(app))
+
+    handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/v1/chat/completions": generates("chat"),
+        "/v1/completions": generates("completion"),
+        "/v1/models": models,
+        "/v1/models/{model_id:path}": model,
+        "/live": live,
+        "/health": health,
+        "/ready": ready,
+        "/metrics": metrics,
+        "/openapi.json": openapi,
+    }
+    for method, path, summary, extra in ROUTES:
+        app.add_api_route(path, handlers[path], methods=[method], summary=summary, response_model=None, openapi_extra=extra)
+    routes = [(r.path_regex, frozenset(r.methods or ()), r.path) for r in app.routes]  # type: ignore[attr-defined]
+    return Gate(app, runtime, routes)

@@ -1,0 +1,257 @@
+"""The first thing every request meets: who it is, whether it may come in, and which route will run.
+
+A plain ASGI layer around the application, so that nothing is read or looked up before a key is checked, and so that every answer,
+also that of a defect, has a request id, no traceback, and one line in the log. Which route runs is decided here once: authentication
+looks at that and not at what the client wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from ..core.errors import (
+    AuthenticationError,
+    EngineError,
+    FastLLMError,
+    MethodNotAllowed,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from .answers import error_body, error_headers, is_fault
+from .sse import Receive, Scope, Send, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .runtime import Runtime
+
+__all__ = ["MAX_CONNECTIONS", "PUBLIC", "Gate", "Visit", "send_error", "send_json"]
+
+PUBLIC: Final = frozenset({"/live", "/health", "/ready"})
+MAX_CONNECTIONS: Final = 1024
+_REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
+_METHODS: Final = "GET, POST, OPTIONS"
+
+
+class Visit:
+    """What the log and the answer need to know of one request. generation: set by a route that generates."""
+
+    def __init__(self, request_id: str, method: str, path: str):
+        self.request_id, self.method, self.path = request_id, method, path
+        self.started_at = time.monotonic()
+        self.status = 0
+        self.generation: Any = None
+        self.code = ""
+        self.close = False
+
+    @property
+    def anthropic(self) -> bool:
+        """Errors are worded as Anthropic's."""
+        return self.path.startswith("/v1/messages")
+
+
+async def send_json(send: Send, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+    """One JSON object as the whole answer."""
+    raw = encode(body).encode("utf-8", "replace")
+    head = {"content-type": "application/json", "content-length": str(len(raw)), **headers}
+    await send({"type": "http.response.start", "status": status, "headers": [(k.encode(), v.encode("latin-1")) for k, v in head.items()]})
+    await send({"type": "http.response.body", "body": raw})
+
+
+async def send_error(send: Send, visit: Visit, error: FastLLMError, headers: dict[str, str] | None = None) -> None:
+    """An error as the whole answer."""
+    visit.code = error.code
+    body = error_body(error, visit.request_id, anthropic=visit.anthropic)
+    await send_json(send, error.http_status, body, {**error_headers(error), **(headers or {})})
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+class Gate:
+    """ASGI: checks, then hands on to `app`. routes: (pattern of the path, methods, the path as declared)."""
+
+    def __init__(self, app: Any, runtime: Runtime, routes: Iterable[tuple[re.Pattern[str], frozenset[str], str]]):
+        self._app, self._runtime, self._routes = app, runtime, list(routes)
+        self._settings = runtime.settings
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in self._settings.keys]
+
+    def set_keys(self, keys: Iterable[str]) -> None:
+        """Replaces the accepted keys (SIGHUP)."""
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        path, methods = self._route(scope["path"])
+        visit = Visit(self._request_id(scope), scope["method"], path or scope["path"])
+        scope["visit"] = visit
+        if path is not None:
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
+        allowed_origin = ""
+
+        async def send_marked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                more = {"x-request-id": visit.request_id, "request-id": visit.request_id, "x-content-type-options": "nosniff"}
+                if allowed_origin:
+                    more |= {"access-control-allow-origin": allowed_origin, "vary": "origin"}
+                    more["access-control-expose-headers"] = "x-request-id, x-fastllm-seed, x-fastllm-ignored, x-fastllm-warning"
+                if visit.close or self._runtime.draining:
+                    more["connection"] = "close"
+                message = {**message, "headers": [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]}
+            await send(message)
+
+        try:
+            allowed_origin = self._check(scope, path, methods)
+            if scope["method"] == "OPTIONS":
+                await self._preflight(send_marked, allowed_origin)
+                return
+            await self._app(scope, receive, send_marked)
+        except FastLLMError as error:
+            await self._failed(send_marked, visit, error)
+        except Exception as error:
+            self._runtime.log.fault(visit, error)
+            await self._failed(send_marked, visit, EngineError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._runtime.metrics.answered(visit)
+            self._runtime.log.access(visit)
+
+    async def _failed(self, send: Send, visit: Visit, error: FastLLMError) -> None:
+        if is_fault(error):
+            self._runtime.log.fault(visit, error)
+        if visit.status == 0:
+            await send_error(send, visit, error)
+
+    def _route(self, given: str) -> tuple[str | None, frozenset[str]]:
+        """The path of the route that will run, and its methods. All routes are there with and without `/v1`."""
+        path = given
+        root = self._settings.root_path
+        if root and (path == root or path.startswith(root + "/")):
+            path = path[len(root) :] or "/"
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
+            path = path[:-1]
+        forms = [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]
+        for form in forms:
+            found = [methods for pattern, methods, _ in self._routes if pattern.match(form)]
+            if found:
+                return form, frozenset().union(*found)
+        return None, frozenset()
+
+    def _request_id(self, scope: Scope) -> str:
+        given = _values(scope, b"x-request-id")
+        if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+            return given[0]
+        return f"req_{secrets.token_hex(12)}"
+
+    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> str:
+        """Raises what keeps the request out; returns the origin to allow, if it names one."""
+        if self._settings.local and not self._keys:
+            self._check_host(scope)
+        origin = self._check_origin(scope)
+        if scope["method"] == "OPTIONS":
+            return origin
+        if self._keys and path not in PUBLIC:
+            self._check_key(scope)
+        if self._runtime.connections() > MAX_CONNECTIONS:
+            scope["visit"].close = True
+            raise Unavailable("too many connections", fix="try again later", retry_after_s=1)
+        if path is None:
+            raise NotFound(self._hint(scope["path"]), fix="see /openapi.json for the routes")
+        if scope["method"] not in methods:
+            allow = ", ".join(sorted({*methods, "OPTIONS"}))
+            raise MethodNotAllowed(f"{scope['method'][:20]} is not for this route", fix=f"use {allow}", allow=allow)
+        return origin
+
+    def _hint(self, path: str) -> str:
+        if path.rstrip("/").endswith("/embed"):
+            return "there is no such route: embeddings are at /v1/embeddings"
+        return "there is no such route"
+
+    def _check_host(self, scope: Scope) -> None:
+        """Without a key, a name that is not local means: a web page has pointed its own name at this machine."""
+        for given in _values(scope, b"host") or [""]:
+            host = _hostname(given)
+            if not (_is_local(host) or host in self._settings.hosts):
+                raise PermissionDenied("this Host is not served here", fix="start the server with --allowed-host NAME, or with a key")
+
+    def _check_origin(self, scope: Scope) -> str:
+        """The origin to allow, "" if none is named or it is our own page."""
+        origins = _values(scope, b"origin")
+        if not origins:
+            return ""
+        allowed = self._settings.origins
+        if len(origins) == 1 and ("*" in allowed or origins[0] in allowed):
+            return origins[0]
+        hosts = _values(scope, b"host")
+        if len(origins) == 1 and len(hosts) == 1 and urlsplit_netloc(origins[0]) == hosts[0].lower():
+            return ""
+        raise PermissionDenied("pages of this origin may not call this server", fix="start the server with --cors-origin ORIGIN")
+
+    def _check_key(self, scope: Scope) -> None:
+        """Exactly one key, in a header, and one of ours. Every comparison takes the same time."""
+        given = set(_values(scope, b"x-api-key"))
+        for value in _values(scope, b"authorization"):
+            scheme, _, key = value.partition(" ")
+            given.add(key.strip() if scheme.lower() == "bearer" else "")
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        fix = "send the header Authorization: Bearer KEY"
+        if {"api_key", "api-key", "key", "token", "access_token"} & query.keys():
+            raise AuthenticationError("keys are not read from the URL, where logs would keep them", fix=fix)
+        if not given:
+            raise AuthenticationError("this server asks for an API key", fix=fix)
+        key = given.pop()
+        if given or not key or not key.isascii():
+            raise AuthenticationError("the API key is empty, not ASCII, or there are two different ones", fix=fix)
+        digest = hashlib.sha256(key.encode()).digest()
+        right = sum(hmac.compare_digest(digest, own) for own in self._keys)  # all of them, so that time tells nothing
+        if not right:
+            raise AuthenticationError("the API key is wrong", fix=fix)
+
+    async def _preflight(self, send: Send, origin: str) -> None:
+        """What a browser asks before it lets a page call."""
+        headers = {"allow": _METHODS, "content-length": "0"}
+        if origin:
+            headers |= {
+                "access-control-allow-methods": _METHODS,
+                "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
+                "access-control-max-age": "600",
+            }
+        await send({"type": "http.response.start", "status": 204, "headers": [(k.encode(), v.encode()) for k, v in headers.items()]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def urlsplit_netloc(origin: str) -> str:
+    """Host and port of an origin, "" for `null` and for what is no URL."""
+    try:
+        parts = urlsplit(origin.lower())
+    except ValueError:
+        return ""
+    return parts.netloc if parts.scheme in ("http", "https") else ""
+
+
+def _hostname(value: str) -> str:
+    """Of a Host header, without port and brackets."""
+    value = value.strip().lower()
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.rsplit(":", 1)[0] if value.count(":") == 1 else value
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,304 @@
+"""One HTTP request that generates: its prompts in the engine, its answers as text, its writer that words them.
+
+    engine's thread ─ bridge → take(event) → Answer.feed: text that is certain → writer.piece → bytes → Outbox → client
+
+Everything here runs on the event loop; only `Generation._on_event` is called in the engine's thread, and puts into the bridge. A stage
+between text and writer (tool calls, reasoning) belongs into `Answer.feed`; constraints on tokens into `Prepared` and `submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
+from ..core.request import Request, RequestHandle, Timings, TokenEvent, TokenLogprobs
+from ..core.sampling import effective_seed, stream_id
+from ..text import IncrementalDetokenizer, Tokenizer
+from .prepare import Prepared
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .sse import Outbox
+
+__all__ = ["Answer", "Generation", "Usage", "Writer"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens and times of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timings: Timings
+
+    def openai(self) -> dict[str, Any]:
+        """`usage` of chat and completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def llama(self) -> dict[str, Any]:
+        """`timings` under llama.cpp's names."""
+        t, computed = self.timings, self.prompt_tokens - self.cached_tokens
+        decoded = max(self.completion_tokens - 1, 0)  # the first token comes with the prompt
+        return {
+            "cache_n": self.cached_tokens,
+            "prompt_n": computed,
+            "prompt_ms": round(t.prompt_s * 1e3, 3),
+            "prompt_per_second": round(computed / t.prompt_s, 3) if t.prompt_s > 0 else 0.0,
+            "predicted_n": self.completion_tokens,
+            "predicted_ms": round(t.decode_s * 1e3, 3),
+            "predicted_per_second": round(decoded / t.decode_s, 3) if t.decode_s > 0 else 0.0,
+        }
+
+
+class Writer(Protocol):
+    """Words answers for one interface. A stream sends the bytes that the methods return; else `body` is sent at the end."""
+
+    def start(self) -> bytes:
+        """Sent at admission."""
+
+    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+        """Text of an answer that is certain now (may be "" with the first token), and the log-probabilities of its tokens."""
+
+    def finish(self, answer: Answer) -> bytes:
+        """An answer has ended; `answer.finish_reason` says why."""
+
+    def end(self, usage: Usage) -> bytes:
+        """All answers have ended."""
+
+    def error(self, error: FastLLMError) -> bytes:
+        """The last frame of a stream that failed."""
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        """The whole answer."""
+
+
+class Answer:
+    """One choice of one prompt: its text as it becomes certain.
+
+    finish_reason: stop, length, or None while it goes on; stopped: the stop text that ended it. text: all of it so far.
+    """
+
+    def __init__(self, generation: Generation, prompt: int, choice: int, index: int):
+        self.prompt, self.choice, self.index = prompt, choice, index
+        self._ready, self._tokenizer = generation.ready, generation.tokenizer
+        stops = self._ready.params.stop or ()
+        self._detokenizer = IncrementalDetokenizer(self._tokenizer, stop=stops, skip_special=self._ready.skip_special)
+        self.parts: list[str] = []
+        self.num_tokens = 0
+        self.last_token_at: float | None = None
+        self.finish_reason: str | None = None
+        self.stopped: str | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._entries: deque[tuple[TokenLogprobs, int]] = deque()  # with the bytes of their tokens; not sent yet
+        self._ahead = 0  # bytes of text that were sent and whose tokens were not
+
+    @property
+    def text(self) -> str:
+        """What has been given out."""
+        return "".join(self.parts)
+
+    def feed(self, event: TokenEvent) -> tuple[str, list[tuple[TokenLogprobs, int | None]]]:
+        """Takes an event; gives the text that is certain now, and the log-probabilities of its tokens with the bytes of each that
+        are in the text (None: all)."""
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        text, token = "", event.token_id
+        if token is not None:
+            self.num_tokens += 1
+            if event.finish_reason != "stop" and token < self._tokenizer.vocab_size:
+                text = self._detokenizer.push(token)
+                if event.logprob is not None:
+                    size = len(self._tokenizer.decode_bytes(token, skip_special=self._ready.skip_special))
+                    self._entries.append((TokenLogprobs(token, event.logprob, event.top_logprobs or ()), size))
+        reason = event.finish_reason
+        if self._detokenizer.stopped is None and reason is not None:
+            text += self._detokenizer.finish()
+        if self._detokenizer.stopped is not None:
+            reason, self.stopped = "stop", self._detokenizer.stopped
+            if self._ready.include_stop:
+                text += self.stopped
+        elif reason == "stop" and self._ready.include_stop and token is not None and token in (self._ready.params.stop_token_ids or ()):
+            text += self._tokenizer.decode_bytes(token, skip_special=False).decode("utf-8", "replace")
+        self.finish_reason = reason
+        if text:
+            self.parts.append(text)
+        return text, self._due(text) if self._entries else []
+
+    def _due(self, text: str) -> list[tuple[TokenLogprobs, int | None]]:
+        """Log-probabilities of the tokens whose bytes have all been given out; at a stop text also of the one that it cuts."""
+        self._ahead += len(text.encode("utf-8", "replace"))
+        due: list[tuple[TokenLogprobs, int | None]] = []
+        whole = self.finish_reason is not None and self.stopped is None
+        while self._entries and (self._entries[0][1] <= self._ahead or whole):
+            entry, size = self._entries.popleft()
+            self._ahead -= size
+            due.append((entry, None))
+        if self.stopped is not None and self._entries:
+            if self._ahead > 0:
+                due.append((self._entries[0][0], self._ahead))
+            self._entries.clear()
+        return due
+
+
+class Generation:
+    """The prompts of one request in the engine. `submit` first; then events come by themselves until `done`.
+
+    outbox: takes the bytes of a stream; None: not streamed. answers: prompt by prompt, choice by choice. writer: set before `submit`.
+    """
+
+    writer: Writer
+
+    def __init__(self, runtime: Runtime, ready: Prepared, request_id: str, outbox: Outbox | None):
+        self.ready, self.request_id, self.outbox = ready, request_id, outbox
+        self.tokenizer: Tokenizer = runtime.model.tokenizer
+        self._runtime = runtime
+        self._send = None if outbox is None else outbox.write
+        merged = ready.params.merged_with(runtime.defaults)
+        self.seed = effective_seed(merged)
+        self._params = replace(merged, seed=self.seed)
+        self.n = self._params.n or 1
+        self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
+        self._handles: list[RequestHandle] = []
+        self._left = len(ready.prompts)
+        self.error: FastLLMError | None = None
+        self.cancelled = False
+        self.done = asyncio.Event()
+        self.submitted_at = time.monotonic()
+
+    def submit(self) -> None:
+        """Hands all prompts to the engine, or none. Raises QueueFull, InvalidRequest, ContextOverflow, EngineError."""
+        end_ids = sorted(set(self.tokenizer.end_ids))
+        engine = self._runtime.model.engine
+        try:
+            for number, prompt in enumerate(self.ready.prompts):
+                request = Request(prompt, self._params, end_ids, self.request_id, self.ready.salt, stream=stream_id(number, 0))
+                self._handles.append(engine.submit(request, self._on_event(number)))
+        except BaseException as error:
+            self.cancelled = True
+            for handle in self._handles:
+                handle.cancel()
+            if isinstance(error, QueueFull) and len(self.ready.prompts) > engine.max_queue:
+                count = len(self.ready.prompts)
+                raise InvalidRequest(
+                    f"{count} prompts; the queue of this server holds {engine.max_queue}", who="prompt", fix="send fewer", param="prompt"
+                ) from None
+            raise
+        if self.outbox is not None:
+            self.outbox.write(self.writer.start())
+            self.outbox.pause, self.outbox.resume = self.pause, self.resume
+
+    def _on_event(self, number: int) -> Callable[[RequestHandle, TokenEvent | None], None]:
+        """For the engine's thread."""
+        put, take = self._runtime.bridge.put, self._take
+
+        def on_event(handle: RequestHandle, event: TokenEvent | None) -> None:
+            put(take, number, handle, event)
+
+        return on_event
+
+    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None) -> None:
+        """On the loop: one event of a prompt, or its end."""
+        if self.done.is_set():
+            return
+        try:
+            if event is None:
+                self._end_prompt(handle)
+            else:
+                answer = self.answers[number * self.n + event.index]
+                if answer.finish_reason is None:
+                    self._feed(answer, handle, event)
+        except Exception as error:  # a defect here must not reach the other requests of the same wake-up
+            self.fail(EngineError(f"request '{self.request_id}': {type(error).__name__}: {error}"))
+
+    def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent) -> None:
+        if event.token_id is not None:
+            now = time.monotonic()
+            if answer.last_token_at is not None:
+                self._runtime.metrics.itl(now - answer.last_token_at)
+            answer.last_token_at = now
+        first = answer.num_tokens == 0
+        text, logprobs = answer.feed(event)
+        frames = self.writer.piece(answer, text, logprobs) if text or logprobs or first else b""
+        if answer.finish_reason is not None:
+            frames += self.writer.finish(answer)
+            if event.finish_reason is None:  # a stop text: the engine does not know that it is over
+                handle.cancel(event.index)
+        if frames and self._send is not None:
+            self._send(frames)
+
+    def _end_prompt(self, handle: RequestHandle) -> None:
+        if handle.error is not None:
+            self.fail(self.error or handle.error)
+            return
+        self._left -= 1
+        if self._left == 0:
+            usage = self.usage()
+            if self._send is not None:
+                self._send(self.writer.end(usage))
+            self._finish()
+
+    def fail(self, error: FastLLMError) -> None:
+        """Ends the request with an error, which a stream sends as its last frame."""
+        if self.done.is_set():
+            return
+        self.error = error
+        self._cancel()
+        if self._send is not None and not isinstance(error, Cancelled):
+            self._send(self.writer.error(error))
+        self._finish()
+
+    def _finish(self) -> None:
+        self.done.set()
+        if self.outbox is not None:
+            self.outbox.end()
+
+    def cancel(self) -> None:
+        """The client has gone: everything of it leaves the engine by the end of the step that runs."""
+        if not self.done.is_set():
+            self.cancelled = True
+            self.fail(Cancelled(f"request '{self.request_id}' was cancelled"))
+
+    def _cancel(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+
+    def pause(self) -> None:
+        """The client does not read: its sequences give their places and blocks back until `resume`."""
+        for handle in self._handles:
+            handle.pause()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        for handle in self._handles:
+            handle.resume()
+
+    def tick(self, now: float) -> None:
+        """Once a second: the time that a request may wait in the queue."""
+        limit = self._runtime.settings.queue_timeout_s
+        waits = any(handle.waiting for handle in self._handles)
+        if limit is not None and waits and now - self.submitted_at > limit:
+            self.fail(
+                Unavailable(f"the request has waited for {limit:g} s", fix="try again later", retry_after_s=max(1, min(60, round(limit))))
+            )
+
+    def usage(self) -> Usage:
+        """Tokens and times; final once it is done."""
+        timings = [handle.timings for handle in self._handles]
+        return Usage(
+            prompt_tokens=sum(len(p) for p in self.ready.prompts),
+            completion_tokens=sum(answer.num_tokens for answer in self.answers),
+            cached_tokens=sum(t.cached_tokens for t in timings),
+            timings=max(timings, key=lambda t: t.ttft_s + t.decode_s, default=Timings()),
+        )

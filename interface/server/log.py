@@ -1,0 +1,66 @@
+"""The log: one line for each request, without prompts, answers and keys; and the cause of each inner fault.
+
+Lines go to stderr, as text or as JSON. What comes from clients is escaped, so that a line cannot be forged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+from ..core.errors import one_line
+from .gate import Visit
+
+__all__ = ["Log"]
+
+QUIET = frozenset({"/live", "/health", "/ready", "/metrics"})  # polled many times a minute; logged when they fail
+
+
+class Log:
+    """as_json: one JSON object a line. stream: where to, stderr by default."""
+
+    def __init__(self, as_json: bool = False, stream: Any = None):
+        self._as_json, self._stream = as_json, stream
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        stream = sys.stderr if self._stream is None else self._stream
+        entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **entry}
+        if self._as_json:
+            line = json.dumps(entry)
+        else:
+            head = [str(entry.pop(name)) for name in ("time", "event")]
+            line = " ".join([*head, *(f"{key}={one_line(str(value))}" for key, value in entry.items())])
+        try:
+            stream.write(line + "\n")
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads the log; the requests go on
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Something of the server's own life."""
+        self._write({"event": event, **fields})
+
+    def access(self, visit: Visit) -> None:
+        """A request has been answered, or its client has gone."""
+        if visit.path in QUIET and visit.status < 400:
+            return
+        entry: dict[str, Any] = {"event": "request", "id": visit.request_id, "method": visit.method, "path": visit.path[:200]}
+        entry["status"] = visit.status or 499
+        if visit.code:
+            entry["code"] = visit.code
+        generation = visit.generation
+        if generation is not None:
+            usage = generation.usage()
+            entry |= {"prompt_tokens": usage.prompt_tokens, "cached": usage.cached_tokens, "tokens": usage.completion_tokens}
+            entry |= {"queue_s": round(usage.timings.queue_s, 4), "ttft_s": round(usage.timings.ttft_s, 4)}
+            entry["end"] = "cancelled" if generation.cancelled else "error" if generation.error else "done"
+        entry["total_s"] = round(time.monotonic() - visit.started_at, 4)
+        self._write(entry)
+
+    def fault(self, visit: Visit, error: BaseException) -> None:
+        """An inner fault, with all that a client is not told."""
+        told = "".join(traceback.format_exception(error)).rstrip()
+        self._write({"event": "fault", "id": visit.request_id, "path": visit.path[:200], "error": told})

@@ -1,0 +1,164 @@
+"""/metrics: Prometheus text, under our names, and under vLLM's where `--metrics-aliases vllm` asks for them.
+
+Counters of the engine are read when somebody asks; histograms are filled as requests end. A registry of its own for each server, so
+that two in one process do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from .gate import Visit
+    from .generation import Generation
+    from .runtime import Runtime
+
+__all__ = ["Metrics"]
+
+SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS: Final = tuple(float(1 << i) for i in range(18))
+
+# ours, vLLM's, what it is, where EngineStats has it
+GAUGES: Final = (
+    ("requests_running", "num_requests_running", "Sequences that run.", "running"),
+    ("requests_waiting", "num_requests_waiting", "Sequences that wait.", "waiting"),
+)
+COUNTERS: Final = (
+    ("prompt_tokens", "prompt_tokens", "Tokens of prompts of finished requests.", None),
+    ("generated_tokens", "generation_tokens", "Tokens generated.", "tokens_generated"),
+    ("prefix_query_tokens", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_looked_up_tokens"),
+    ("prefix_hit_tokens", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    ("preemptions", "num_preemptions", "Sequences that gave their blocks to others.", "preemptions"),
+    ("requests_cancelled", None, "Requests whose client had gone.", "requests_cancelled"),
+)
+HISTOGRAMS: Final = (
+    ("ttft_seconds", "time_to_first_token_seconds", "Submission to first token.", SECONDS),
+    ("itl_seconds", "inter_token_latency_seconds", "Between two tokens of a request.", SECONDS),
+    ("request_seconds", "e2e_request_latency_seconds", "Submission to last token.", SECONDS),
+    ("queue_seconds", "request_queue_time_seconds", "Submission to first step.", SECONDS),
+    ("prefill_seconds", "request_prefill_time_seconds", "First step to first token.", SECONDS),
+    ("decode_seconds", "request_decode_time_seconds", "First to last token.", SECONDS),
+    ("step_tokens", "iteration_tokens_total", "Tokens of a step.", TOKENS),
+    ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
+    ("request_generated_tokens", "request_generation_tokens", "Generated tokens of a request.", TOKENS),
+    ("step_seconds", None, "Duration of a step.", SECONDS),
+)
+
+
+class Metrics:
+    """aliases: also under vLLM's names, with the labels `model_name` and `engine`."""
+
+    def __init__(self, runtime: Runtime, aliases: bool = False):
+        self._runtime, self._aliases = runtime, aliases
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": runtime.settings.name, "engine": "0"} if aliases else {}
+        self._prompt_tokens = 0
+        self._histograms: dict[str, list[Any]] = {}
+        for ours, theirs, text, buckets in HISTOGRAMS:
+            made: list[Any] = [Histogram(f"fastllm_{ours}", text, buckets=buckets, registry=self._registry)]
+            if aliases and theirs:
+                alias = Histogram(f"vllm:{theirs}", text, tuple(self._labels), buckets=buckets, registry=self._registry)
+                made.append(alias.labels(**self._labels))
+            self._histograms[ours] = made
+        self._finished = Counter("fastllm_requests_finished", "Requests by how they ended.", ["reason"], registry=self._registry)
+        self._success = None
+        if aliases:
+            names = [*self._labels, "finished_reason"]
+            self._success = Counter("vllm:request_success", "Requests by how they ended.", names, registry=self._registry)
+        self._rejected = Counter("fastllm_requests_rejected", "Requests that were not taken.", ["why"], registry=self._registry)
+        self._errors = Counter("fastllm_errors", "Answers with an error, by status.", ["code"], registry=self._registry)
+        from .answers import fingerprint
+
+        build = Gauge("fastllm_build_info", "The version that runs.", ["version"], registry=self._registry)
+        build.labels(version=fingerprint().removeprefix("b-fastllm-")).set(1)
+        self._registry.register(self)
+
+    def _observe(self, name: str, value: float) -> None:
+        for histogram in self._histograms[name]:
+            histogram.observe(value)
+
+    # what happens -----------------------------------------------------------------------------------------------------
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """A step has run. In the engine's thread."""
+        self._observe("step_tokens", tokens)
+        self._observe("step_seconds", seconds)
+
+    def itl(self, seconds: float) -> None:
+        """Between two tokens of a request."""
+        self._observe("itl_seconds", seconds)
+
+    def ended(self, generation: Generation) -> None:
+        """A request that generated has ended."""
+        usage = generation.usage()
+        self._prompt_tokens += usage.prompt_tokens
+        if generation.error is not None:
+            self._finished.labels(reason="cancelled" if generation.cancelled else "error").inc()
+            return
+        times = usage.timings
+        for name, value in (
+            ("ttft_seconds", times.ttft_s),
+            ("request_seconds", times.ttft_s + times.decode_s),
+            ("queue_seconds", times.queue_s),
+            ("prefill_seconds", times.prompt_s),
+            ("decode_seconds", times.decode_s),
+            ("request_prompt_tokens", usage.prompt_tokens),
+            ("request_generated_tokens", usage.completion_tokens),
+        ):
+            self._observe(name, value)
+        for answer in generation.answers:
+            reason = answer.finish_reason or "error"
+            self._finished.labels(reason=reason).inc()
+            if self._success is not None:
+                self._success.labels(**self._labels, finished_reason=reason).inc()
+
+    def answered(self, visit: Visit) -> None:
+        """Any request has been answered."""
+        if visit.status >= 400:
+            self._errors.labels(code=str(visit.status)).inc()
+        if visit.status == 503 and visit.method == "POST":
+            self._rejected.labels(why=visit.code or "unavailable").inc()
+
+    # what is asked ----------------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's numbers, as they are now; called by the registry."""
+        unsent = GaugeMetricFamily("fastllm_stream_unsent_bytes", "Bytes that clients have not taken.")
+        unsent.add_metric([], sum(outbox.unsent for _, outbox in self._runtime.active if outbox is not None))
+        yield unsent
+        model = self._runtime.loaded
+        if model is None:
+            return
+        stats = model.engine.stats()
+        names, values = list(self._labels), list(self._labels.values())
+        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for ours, theirs, text, field in rows:
+                value = self._prompt_tokens if field is None else getattr(stats, field)
+                yield _family(kind, f"fastllm_{ours}", text, [], [], value)
+                if self._aliases and theirs:
+                    yield _family(kind, f"vllm:{theirs}", text, names, values, value)
+        usage = stats.blocks_used / stats.blocks_total
+        yield _family(GaugeMetricFamily, "fastllm_kv_usage_ratio", "Part of the cache that is in use.", [], [], usage)
+        planned = model.planned
+        shape = [str(planned.options.block_size), str(stats.blocks_total)]
+        yield _family(GaugeMetricFamily, "fastllm_kv_blocks", "Blocks of the cache.", ["block_size", "total"], shape, stats.blocks_used)
+        left = len(planned.plan.fallbacks)
+        yield _family(GaugeMetricFamily, "fastllm_fallback_ops", "Ops of the plan that run on another device.", [], [], left)
+        if self._aliases:
+            yield _family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Part of the cache that is in use.", names, values, usage)
+            both = [*names, "block_size", "num_gpu_blocks"]
+            yield _family(GaugeMetricFamily, "vllm:cache_config_info", "Shape of the cache.", both, [*values, *shape], 1)
+
+    def text(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self._registry)
+
+
+def _family(kind: Any, name: str, text: str, labels: list[str], values: list[str], value: float) -> Metric:
+    family = kind(name, text, labels=labels)
+    family.add_metric(values, value)
+    return family

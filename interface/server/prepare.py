@@ -1,0 +1,353 @@
+"""From the bytes of a body to token ids and sampling parameters: everything that can be known before the first token.
+
+Runs in a preparation process (`preparer`), so a body of any size, a template that does not end or a text that takes long to encode
+never holds the event loop, and can be killed. What comes out is a `Prepared`; what is wrong is a FastLLMError that names the field.
+A route of another interface (`responses`, `messages`) turns its body into that of a chat and comes through `prepare_chat` as well.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from ..core.errors import ContextOverflow, InvalidRequest, ModelFileError, ModelNotFound, TemplateError, UnsupportedContent
+from ..core.sampling import SamplingParams
+from ..formats.json_text import parse_json
+from ..text import ChatTemplate, RenderedPrompt, Tokenizer
+from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Sampling
+
+__all__ = ["Kitchen", "Prepared", "prepare"]
+
+
+@dataclass
+class Prepared:
+    """What a route needs to start.
+
+    prompts: token ids, i32 [n] each. params: of every prompt. echo: texts that precede the answers, one a prompt. ignored: fields
+    that have no effect here. warnings: what is done otherwise than asked. detail: what only one interface needs.
+    """
+
+    prompts: list[np.ndarray] = field(default_factory=list)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stream: bool = False
+    include_usage: bool = False
+    echo: list[str] | None = None
+    salt: str = ""
+    skip_special: bool = True
+    include_stop: bool = False
+    ignored: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Kitchen:
+    """What preparation works with: the text side of a model, and the server's limits.
+
+    longest_token: UTF-8 bytes of the longest piece; a text of more than n_ctx times that cannot fit, and is refused unread.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    n_ctx: int
+    vocab_size: int
+    names: tuple[str, ...] = ("model",)
+    max_tokens: int = 8192
+    max_n: int = 16
+    strict: bool = False
+    strict_model: bool = False
+    longest_token: int = 0
+
+    def __post_init__(self) -> None:
+        pieces = (self.tokenizer.id_to_piece(i) for i in range(self.tokenizer.vocab_size))
+        self.longest_token = max(len(p.encode("utf-8", "replace")) for p in pieces)
+
+
+# bodies -------------------------------------------------------------------------------------------------------------------
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequest."""
+    try:
+        body = parse_json(raw, "the body", "")
+    except ModelFileError as error:
+        raise InvalidRequest(error.message, fix="send one JSON object in UTF-8") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {_kind(body)}, not an object", fix='send {"model": …}')
+    return body
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
+    """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
+    body = parse_body(raw)
+    for name, instead in REFUSED[kind].items():
+        if body.get(name) is not None:
+            raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
+    modalities = body.get("modalities")
+    if modalities is not None and modalities != ["text"]:
+        raise UnsupportedContent("modalities must be [\"text\"]: this model writes text only", who="modalities", param="modalities")
+    try:
+        checked: Body = BODIES[kind].model_validate(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    ready.ignored += [name for name in checked.model_extra or {} if body[name] is not None]
+    if kitchen.strict and ready.ignored:
+        name = ready.ignored[0]
+        raise InvalidRequest(f"--strict: {name} has no effect on this server", who=name, fix=f"leave {name} out", param=name)
+    model = body.get("model")
+    if kitchen.strict_model and model is not None and model not in kitchen.names:
+        raise ModelNotFound(f"no model '{str(model)[:80]}' here; there is {', '.join(kitchen.names)}", param="model")
+    return checked
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    """The first fault of a body, with the path of the field."""
+    faults = error.errors(include_url=False, include_context=False, include_input=True)
+    first = faults[0]
+    shared = first["loc"][0] if first["loc"] else ""
+    if any(f["type"] != first["type"] for f in faults if f["loc"][:1] == (shared,)):  # a union: each of its forms complains
+        longest = max((f for f in faults if f["loc"][:1] == (shared,)), key=lambda f: len([p for p in f["loc"] if isinstance(p, int)]))
+        first = longest if any(isinstance(p, int) for p in longest["loc"]) else first
+    path = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not any(c in part for c in "[(") and part not in ("str", "int", "list"):
+            path += f".{part}" if path else part
+    if first["type"] == "missing":
+        return InvalidRequest(f"{path} is missing", who=path, fix=f"send {path}", param=path)
+    said = first["msg"][:1].lower() + first["msg"][1:]
+    value = first["input"]
+    shown = f" is {value!r:.60}" if isinstance(value, (int, float, str)) else f" is {_article(_kind(value))}"
+    return InvalidRequest(f"{path}{shown}: {said}", who=path, param=path)
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else kind if kind == "null" else f"a {kind}"
+
+
+def sampling_params(kitchen: Kitchen, body: Sampling, ready: Prepared, **more: Any) -> SamplingParams:
+    """The request's own parameters, checked against vocabulary and limits; what is unset comes from the model's defaults later."""
+    if body.n is not None and body.n > kitchen.max_n:
+        raise InvalidRequest(f"n is {body.n}; this server gives at most {kitchen.max_n} answers", who="n", fix="lower n", param="n")
+    if body.repetition_penalty is not None and body.repeat_penalty not in (None, body.repetition_penalty):
+        raise InvalidRequest("repeat_penalty and repetition_penalty differ", who="repeat_penalty", fix="send one", param="repeat_penalty")
+    bias: dict[int, float] | None = None
+    if body.logit_bias is not None:
+        bias = {}
+        for key, value in body.logit_bias.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < kitchen.vocab_size):
+                limit = kitchen.vocab_size - 1
+                raise InvalidRequest(
+                    f"logit_bias has the key {key!r:.60}; keys are token ids from 0 to {limit}", who="logit_bias", param="logit_bias"
+                )
+            bias[int(key)] = value
+    same = "seed temperature top_p top_k min_p presence_penalty frequency_penalty repeat_last_n min_tokens ignore_eos n"
+    values: dict[str, Any] = {name: getattr(body, name) for name in same.split()}
+    values["repetition_penalty"] = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
+    values["stop"] = (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop)
+    values["stop_token_ids"] = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
+    asked = more.pop("max_tokens", body.max_tokens)
+    params = SamplingParams(**values, logit_bias=bias, max_tokens=kitchen.max_tokens if asked is None else asked, **more)
+    if asked is None and body.min_tokens is not None and body.min_tokens > kitchen.max_tokens:
+        params = SamplingParams(**{**asdict(params), "max_tokens": body.min_tokens})
+    params.validate(kitchen.vocab_size)
+    ready.stream = bool(body.stream)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", who="stream_options", fix="leave it out", param="stream_options")
+    ready.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    ready.skip_special = body.skip_special_tokens is not False
+    ready.include_stop = bool(body.include_stop_str_in_output)
+    ready.salt = body.cache_salt or ""
+    if body.cache_prompt is False:
+        ready.salt = secrets.token_hex(32)  # nobody else has it, so nothing is found and nothing is shared
+    return params
+
+
+def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | None) -> None:
+    """Takes a prompt's ids. asked: the client's own max_tokens; more than fits is cut, with a warning."""
+    room = kitchen.n_ctx - len(ids)
+    if room < (0 if ready.params.max_tokens == 0 else 1):
+        raise overflow(kitchen, len(ids))
+    if asked is not None and asked > room and not ready.warnings:
+        ready.warnings.append(f"max_tokens {asked} is cut to {room}: the context has {kitchen.n_ctx} tokens, the prompt {len(ids)}")
+        if kitchen.strict:
+            raise InvalidRequest(f"--strict: {ready.warnings[0]}", who="max_tokens", fix=f"max_tokens {room}", param="max_tokens")
+    ready.prompts.append(np.array(ids, np.int32))
+
+
+def overflow(kitchen: Kitchen, count: int, *, at_least: bool = False) -> ContextOverflow:
+    """The prompt has (at least) so many tokens, and the context does not hold them."""
+    least = "at least " if at_least else ""
+    return ContextOverflow(
+        f"the prompt has {least}{count} tokens and leaves no room for a new one: the limit is {kitchen.n_ctx}",
+        fix="shorten the prompt, or start the server with a larger --ctx",
+        n_prompt_tokens=count,
+        n_ctx=kitchen.n_ctx,
+        param="messages" if kitchen.template else "prompt",
+    )
+
+
+def check_size(kitchen: Kitchen, text: str) -> None:
+    """Refuses a text that cannot fit before it is encoded. Raises ContextOverflow."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+    least = -(-size // kitchen.longest_token)
+    if least > kitchen.n_ctx:
+        raise overflow(kitchen, least, at_least=True)
+
+
+# chat ---------------------------------------------------------------------------------------------------------------------
+
+
+def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/chat/completions."""
+    ready = Prepared()
+    body: ChatBody = check_body(kitchen, "chat", raw, ready)
+    asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
+    if asked == 0:
+        raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", who="top_logprobs", fix="send both", param="top_logprobs")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        kind = str(body.response_format.get("type"))[:60]
+        raise InvalidRequest(
+            f"response_format of type {kind!r} is not supported by this server", who="response_format", fix='{"type": "text"}', param="response_format"
+        )
+    ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    add_prompt(kitchen, ready, render_chat(kitchen, body), asked)
+    return ready
+
+
+def render_chat(kitchen: Kitchen, body: ChatBody) -> list[int]:
+    """Token ids of the conversation, by the model's template."""
+    return kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts)
+
+
+def render_text(kitchen: Kitchen, body: ChatBody) -> RenderedPrompt:
+    """The conversation as the model's template writes it. Raises TemplateError, InvalidRequest, ContextOverflow."""
+    template = kitchen.template
+    if template is None:
+        raise TemplateError("this model has no chat template: it continues text and cannot chat", fix="use /v1/completions", param="messages")
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", who="continue_final_message", param="continue_final_message"
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if "chat_template" in kwargs:
+        raise InvalidRequest("the template is the model's", who="chat_template_kwargs", fix="leave it out", param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in template.variables:
+            raise InvalidRequest(
+                "reasoning_effort has no effect on this model", who="reasoning_effort", fix="leave it out", param="reasoning_effort"
+            )
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    messages = [_message(kitchen, m.model_dump(), i) for i, m in enumerate(body.messages)]
+    check_size(kitchen, "".join(m["content"] for m in messages if isinstance(m["content"], str)))
+    generate = body.add_generation_prompt is not False and not continues
+    rendered = template.render(messages, add_generation_prompt=generate, **kwargs)
+    if continues:
+        rendered = _cut_after(rendered, messages[-1])
+    check_size(kitchen, rendered.text)
+    return rendered
+
+
+def _message(kitchen: Kitchen, message: dict[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it."""
+    content, where = message["content"], f"messages[{index}]"
+    if isinstance(content, list):
+        texts = []
+        for number, part in enumerate(content):
+            kind, text = part.get("type", "text"), part.get("text")
+            if kind not in ("text", "input_text", "output_text"):
+                raise UnsupportedContent(
+                    f"{where}.content[{number}] is of type {kind!r:.60}; this model takes text only", who=where, param=f"{where}.content"
+                )
+            if not isinstance(text, str):
+                raise InvalidRequest(f"{where}.content[{number}] has no text", who=where, param=f"{where}.content")
+            texts.append(text)
+        message["content"] = "\n".join(texts)
+    if message.get("tool_calls"):
+        raise InvalidRequest(f"{where}.tool_calls is not supported by this server", who=where, fix="send its text", param=f"{where}.tool_calls")
+    if message["role"] == "developer" and kitchen.template and not any("developer" in text for text in kitchen.template.literals):
+        message["role"] = "system"
+    return message
+
+
+def _cut_after(rendered: RenderedPrompt, last: Mapping[str, Any]) -> RenderedPrompt:
+    """The rendered prompt up to the end of the last message's own text, so that the answer goes on there."""
+    text = (last.get("content") or "").rstrip()
+    at = rendered.text.rfind(text) if text else -1
+    if at < 0:
+        raise TemplateError(
+            "continue_final_message: the template does not write the last message's text", fix="end the messages with a text", param="messages"
+        )
+    end, parts, position = at + len(text), [], 0
+    for piece, trusted in rendered.parts:
+        kept = piece[: max(end - position, 0)]
+        position += len(piece)
+        if kept:
+            parts.append((kept, trusted))
+    return RenderedPrompt(rendered.text[:end], tuple(parts))
+
+
+# completions --------------------------------------------------------------------------------------------------------------
+
+
+def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/completions."""
+    ready = Prepared()
+    body: CompletionBody = check_body(kitchen, "completion", raw, ready)
+    n = body.n or 1
+    if body.best_of is not None and body.best_of not in (1, n):
+        raise InvalidRequest(f"best_of is {body.best_of}; it must be 1 or n ({n})", who="best_of", fix="leave it out", param="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0, and echo is not asked", who="max_tokens", fix="ask for at least 1", param="max_tokens")
+    ready.params = sampling_params(
+        kitchen, body, ready, logprobs=body.logprobs, prompt_logprobs=bool(body.echo and body.logprobs is not None)
+    )
+    prompt = body.prompt
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    echo = []
+    for one in prompts:
+        ids = encode_prompt(kitchen, one)
+        add_prompt(kitchen, ready, ids, body.max_tokens)
+        if body.echo:
+            echo.append(one if isinstance(one, str) else kitchen.tokenizer.decode(ids, skip_special=False))
+    ready.echo = echo or None
+    return ready
+
+
+def encode_prompt(kitchen: Kitchen, prompt: Any) -> list[int]:
+    """Ids of a completion's prompt. A text is the whole prompt, so markers in it are meant; ids are checked."""
+    if isinstance(prompt, str):
+        check_size(kitchen, prompt)
+        ids = kitchen.tokenizer.encode(prompt, add_special=True, parse_special=True)
+        if not ids:
+            raise InvalidRequest("the prompt is empty: there is no token to continue from", who="prompt", param="prompt")
+        return ids
+    if len(prompt) > kitchen.n_ctx:
+        raise overflow(kitchen, len(prompt))
+    for token in prompt:
+        if token >= kitchen.tokenizer.vocab_size:
+            limit = kitchen.tokenizer.vocab_size - 1
+            raise InvalidRequest(f"prompt holds the token id {token}; ids run from 0 to {limit}", who="prompt", param="prompt")
+    return list(prompt)
+
+
+KINDS: dict[str, Callable[[Kitchen, bytes], Prepared]] = {"chat": prepare_chat, "completion": prepare_completion}
+
+
+def prepare(kitchen: Kitchen, kind: str, raw: bytes) -> Prepared:
+    """What the body of this kind asks for. Raises a FastLLMError that names the field."""
+    return KINDS[kind](kitchen, raw)

@@ -1,0 +1,107 @@
+"""The preparation process: opens the text side of a model, and answers one body after the other on a private socket.
+
+    python -P -m fastllm.server.preparer FD        started by `pool`, ends when its parent does
+
+Frames both ways: a header in JSON, and raw bytes (the body there, token ids back); no pickle. It holds no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["HEAD", "main", "pack_prepared", "unpack_prepared"]
+
+HEAD = struct.Struct("<II")  # bytes of the header, bytes that follow it
+
+
+def pack_prepared(ready: Any) -> tuple[dict[str, Any], bytes]:
+    """A `Prepared` as header and bytes: the ids of all prompts one after the other."""
+    header = {**vars(ready), "params": asdict(ready.params), "prompts": [len(p) for p in ready.prompts]}
+    return header, b"".join(p.tobytes() for p in ready.prompts)
+
+
+def unpack_prepared(header: dict[str, Any], data: bytes) -> Any:
+    """The inverse of `pack_prepared`."""
+    from ..core.sampling import SamplingParams
+    from .prepare import Prepared
+
+    params = dict(header["params"])
+    if params["logit_bias"] is not None:
+        params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
+    ids, at, prompts = np.frombuffer(data, np.int32), 0, []
+    for length in header["prompts"]:
+        prompts.append(ids[at : at + length])
+        at += length
+    return Prepared(**{**header, "params": SamplingParams(**params), "prompts": prompts})
+
+
+def _receive(stream: socket.socket, count: int) -> bytes:
+    """Exactly count bytes. Raises EOFError when the parent is gone."""
+    parts, left = [], count
+    while left:
+        part = stream.recv(min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _answer(stream: socket.socket, header: dict[str, Any], data: bytes = b"") -> None:
+    raw = json.dumps(header).encode()
+    stream.sendall(HEAD.pack(len(raw), len(data)) + raw + data)
+
+
+def _open(settings: dict[str, Any]) -> Any:
+    """The kitchen: tokenizer and template of the model at settings["path"], whose files are closed again."""
+    from ..formats import open_model
+    from ..loading import open_text
+    from .prepare import Kitchen
+
+    files = open_model(Path(settings.pop("path")))
+    try:
+        tokenizer, template = open_text(files, settings["n_ctx"])
+    finally:
+        files.close()
+    return Kitchen(tokenizer, template, **{**settings, "names": tuple(settings["names"])})
+
+
+def main() -> None:
+    """Serves until the parent closes the socket."""
+    from ..core.errors import FastLLMError, OutOfMemory
+    from .prepare import prepare
+
+    with socket.socket(fileno=int(sys.argv[1])) as stream:
+        try:
+            size, _ = HEAD.unpack(_receive(stream, HEAD.size))
+            kitchen = _open(json.loads(_receive(stream, size)))
+            _answer(stream, {})
+            while True:
+                size, length = HEAD.unpack(_receive(stream, HEAD.size))
+                kind = json.loads(_receive(stream, size))["kind"]
+                body = _receive(stream, length)
+                try:
+                    try:
+                        header, data = pack_prepared(prepare(kitchen, kind, body))
+                    except MemoryError:
+                        raise OutOfMemory("there is not enough memory to prepare this request", fix="send less") from None
+                except FastLLMError as error:
+                    told = {"kind": type(error).__name__, "message": error.message, "who": error.who, "why": error.why, "fix": error.fix}
+                    _answer(stream, {"error": {**told, "fields": error.fields}})
+                    continue
+                del body
+                _answer(stream, {"ok": header}, data)
+        except (EOFError, ConnectionError):
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The life of a server: loading, ready, draining, gone; and what all routes share.
+
+`Runtime` is made on the event loop before the model is there, so that health can be asked while it loads. Whoever runs the loop calls
+`attach` with the loaded model, `drain` at the end, and reads `exit_code`. A ticker looks once a second after silent streams, clients
+that do not read, requests that wait for too long, and an engine that has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from ..core.errors import EngineError, FastLLMError, Unavailable
+from .bridge import Bridge
+from .log import Log
+from .metrics import Metrics
+from .pool import PreparerPool
+from .settings import STALLED_S, ServerSettings
+
+if TYPE_CHECKING:
+    from ..core.sampling import SamplingParams
+    from ..loading import LoadedModel
+    from .generation import Generation
+    from .sse import Outbox
+
+__all__ = ["Runtime"]
+
+FAILED_GRACE_S: Final = 1.0  # for answers to leave, after the engine has failed for good
+
+
+class Runtime:
+    """One server's state. defaults: sampling parameters of requests that do not say, below them the model's own."""
+
+    def __init__(self, settings: ServerSettings, log: Log | None = None, defaults: SamplingParams | None = None):
+        from ..core.sampling import SamplingParams
+
+        self.settings, self.log = settings, log or Log(settings.json_log)
+        self.bridge = Bridge(asyncio.get_running_loop())
+        self.metrics = Metrics(self, settings.metrics_aliases)
+        self.loaded: LoadedModel | None = None
+        self.pool: PreparerPool | None = None
+        self.draining = False
+        self.failed = False
+        self.exit_code = 0
+        self.active: set[tuple[Generation, Outbox | None]] = set()
+        self.started_at = time.time()
+        self.connections: Callable[[], int] = lambda: 0
+        self.stop: Callable[[], None] = lambda: None
+        self._flags = defaults or SamplingParams()
+        self.defaults = self._flags
+        self._none_active = asyncio.Event()
+        self._none_active.set()
+        self._ticker: asyncio.Task[None] | None = None
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    async def attach(self, loaded: LoadedModel) -> None:
+        """Takes the loaded model and starts what answers need; from here on the server is ready. The caller keeps the model."""
+        settings = self.settings
+        kitchen = {
+            "path": str(loaded.planned.files.path),
+            "n_ctx": loaded.context,
+            "vocab_size": loaded.planned.definition.vocab_size,
+            "names": settings.names,
+            "max_tokens": settings.max_tokens,
+            "max_n": settings.max_n,
+            "strict": settings.strict,
+            "strict_model": settings.strict_model,
+        }
+        self.pool = PreparerPool(kitchen, settings.preparers)
+        await self.pool.start()
+        self.defaults = self._flags.merged_with(loaded.defaults)
+        loaded.engine.on_step = self.metrics.step
+        self.loaded = loaded
+        self._ticker = asyncio.create_task(self._tick())
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model. Raises Unavailable while there is none."""
+        if self.loaded is None:
+            raise Unavailable("the model is loading", fix="try again later", retry_after_s=2)
+        return self.loaded
+
+    def state(self) -> str:
+        """loading, ready, draining, stalled or failed."""
+        if self.failed:
+            return "failed"
+        if self.loaded is None:
+            return "loading"
+        if not self.loaded.engine.healthy:
+            return "failed"
+        if self.loaded.engine.stats().stalled_s > STALLED_S:
+            return "stalled"
+        return "draining" if self.draining else "ready"
+
+    def check_open(self) -> PreparerPool:
+        """What prepares requests. Raises Unavailable if none is taken now."""
+        if self.draining:
+            raise Unavailable("the server is shutting down", fix="try again later", retry_after_s=5)
+        if self.model is None or self.pool is None or self.state() == "failed":
+            raise Unavailable("the engine has failed, and the server ends", fix="try again later", retry_after_s=5)
+        return self.pool
+
+    def full(self) -> bool:
+        """The queue would refuse a request now."""
+        return self.loaded is not None and self.loaded.engine.num_queued >= self.loaded.engine.max_queue
+
+    # requests ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, generation: Generation, outbox: Outbox | None) -> None:
+        """A request generates from now on."""
+        self.active.add((generation, outbox))
+        self._none_active.clear()
+
+    def leave(self, generation: Generation, outbox: Outbox | None) -> None:
+        """Its answer is with the client, or lost."""
+        self.active.discard((generation, outbox))
+        self.metrics.ended(generation)
+        if not self.active:
+            self._none_active.set()
+
+    async def _tick(self) -> None:
+        interval = min(1.0, self.settings.ping_s / 2, self.settings.slow_reader_s / 2)
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            for generation, outbox in tuple(self.active):
+                generation.tick(now)
+                if outbox is None:
+                    continue
+                outbox.tick(now, self.settings.ping_s)
+                if outbox.paused_at is not None and now - outbox.paused_at > self.settings.slow_reader_s:
+                    generation.cancel()
+                    outbox.cut()
+            if self.loaded is not None and not self.loaded.engine.healthy and not self.failed:
+                await self._fail()
+
+    async def _fail(self) -> None:
+        """The engine has failed for good: the process ends, so that a supervisor starts it anew."""
+        self.failed, self.exit_code = True, 1
+        self.log.event("failed", why="the engine has failed three steps in a row")
+        await asyncio.sleep(FAILED_GRACE_S)
+        self.stop()
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """No new requests; those that run get time to end, then an error; then the server stops."""
+        if self.draining:
+            return
+        self.draining = True
+        self.log.event("draining", requests=len(self.active))
+        try:
+            await asyncio.wait_for(self._none_active.wait(), self.settings.drain_s)
+        except TimeoutError:
+            self.exit_code = 1
+            for generation, _ in tuple(self.active):
+                error: FastLLMError = Unavailable("the server shuts down", fix="send the request again", retry_after_s=5)
+                generation.fail(error)
+        self.stop()
+
+    async def close(self) -> None:
+        """Ends what `attach` started; the model stays the caller's."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for generation, outbox in tuple(self.active):
+            generation.fail(EngineError("the server has ended"))
+            if outbox is not None:
+                outbox.cut()
+        if self.pool is not None:
+            self.pool.close()
+
+    def info(self) -> dict[str, Any]:
+        """`meta` of the model's entry in /v1/models."""
+        planned = self.model.planned
+        tensors = planned.files.tensors
+        return {
+            "n_ctx": self.model.context,
+            "n_params": sum(_count(t.shape) for t in tensors.values()),
+            "size": sum(t.data.nbytes for t in tensors.values()),
+            "format": "gguf" if planned.files.kind == "gguf" else "safetensors",
+        }
+
+
+def _count(shape: Any) -> int:
+    total = 1
+    for size in shape:
+        total *= int(size)
+    return total

@@ -1,0 +1,110 @@
+"""Sending: server-sent events byte for byte, and one object; both while the client is watched.
+
+A frame is `data: {json}` and an empty line. What the client has not taken waits in an `Outbox`; above its limit the sequence pauses, and
+a client that reads nothing for long is cut. Silence is broken by a comment (`: ping`), never by data, which clients would parse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from .settings import UNSENT_BYTES
+
+__all__ = ["DONE", "STREAM_HEADERS", "Outbox", "Receive", "Scope", "Send", "encode", "event_frame", "frame", "wait_for_disconnect"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect the chunks
+}
+DONE: Final = b"data: [DONE]\n\n"
+PING: Final = b": ping\n\n"
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def frame(data: dict[str, Any]) -> bytes:
+    """One event without a name. Line ends inside of the JSON are escapes, so the frame is one line."""
+    return b"data: " + encode(data).encode() + b"\n\n"
+
+
+def event_frame(name: str, data: dict[str, Any]) -> bytes:
+    """One event with a name, which is also its `type`."""
+    return b"event: " + name.encode() + b"\n" + frame({"type": name, **data})
+
+
+class Outbox:
+    """Bytes on their way to one client.
+
+    pause, resume: called when more than `limit` bytes wait, and when half of them have gone. ping: what breaks a silence.
+    """
+
+    def __init__(self, limit: int = UNSENT_BYTES, ping: bytes = PING):
+        self._buffer = bytearray()
+        self._wake = asyncio.Event()
+        self._limit, self._ping = limit, ping
+        self.pause: Callable[[], None] = lambda: None
+        self.resume: Callable[[], None] = lambda: None
+        self.abort: Callable[[], None] = lambda: None  # drops the connection
+        self.ended = False
+        self.paused_at: float | None = None
+        self.sent_at = time.monotonic()
+
+    def write(self, data: bytes) -> None:
+        """Queues bytes."""
+        self._buffer += data
+        self._wake.set()
+        if self.paused_at is None and len(self._buffer) > self._limit:
+            self.paused_at = time.monotonic()
+            self.pause()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self.ended = True
+        self._wake.set()
+
+    def cut(self) -> None:
+        """Drops what is unsent, and the connection: its client reads nothing."""
+        self._buffer.clear()
+        self.end()
+        self.abort()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait here."""
+        return len(self._buffer)
+
+    def tick(self, now: float, ping_s: float) -> None:
+        """Breaks a silence of ping_s seconds."""
+        if not self._buffer and not self.ended and now - self.sent_at >= ping_s:
+            self.write(self._ping)
+
+    async def drain_into(self, send: Send) -> None:
+        """Sends until the end. Returns when everything is with the transport, or the client is gone."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._buffer:
+                data = bytes(self._buffer[: 64 << 10])
+                del self._buffer[: 64 << 10]
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self.sent_at = time.monotonic()
+                if self.paused_at is not None and len(self._buffer) <= self._limit // 2:
+                    self.paused_at = None
+                    self.resume()
+            if self.ended and not self._buffer:
+                return
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client has closed the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

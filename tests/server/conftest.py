@@ -1,0 +1,139 @@
+"""A server in a thread of the test process, on a port of its own, around a tiny model; and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from fastllm.loading import LoadedModel, LoadOptions, load_model
+from fastllm.server.runtime import Runtime
+from fastllm.server.serve import open_sockets, serve
+from fastllm.server.settings import ServerSettings
+
+WAIT_S = 60
+
+
+def _interface() -> Any:
+    spec = importlib.util.spec_from_file_location("interface_conftest", Path(__file__).parents[1] / "interface" / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder: two layers, random weights, byte tokenizer, ChatML template, context 1024."""
+    parts = _interface()
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    folder.mkdir()
+    shutil.copy(parts.FIXTURES / "llama" / "model.safetensors", folder)
+    config = json.loads((parts.FIXTURES / "llama" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    (folder / "tokenizer.json").write_text(parts.byte_tokenizer().to_str())
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    settings = {**special, "chat_template": parts.TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.5, "top_p": 0.9}))
+    return folder
+
+
+class Server:
+    """A running server: url, runtime (look, do not touch: it belongs to the loop's thread), engine."""
+
+    def __init__(self, settings: ServerSettings, load: Callable[[], LoadedModel], hosts=("127.0.0.1",), wait: bool = True):
+        self.settings = settings
+        self.sockets = open_sockets(hosts, 0, None)
+        self.port = self.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.code: int | None = None
+        self.error: BaseException | None = None
+        self.runtime: Runtime | None = None
+        self._up = threading.Event()
+        self._load = load
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        assert self._up.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        def ready(runtime: Runtime) -> None:
+            self.runtime = runtime
+            self.loop = asyncio.get_running_loop()
+            self._up.set()
+
+        try:
+            self.code = asyncio.run(serve(self.settings, self.sockets, self._load, ready=ready, signals=False))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._up.set()
+
+    @property
+    def engine(self):
+        """The engine behind it."""
+        return self.runtime.model.engine
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function on the server's loop."""
+
+        async def on_loop() -> Any:
+            result = function()
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(WAIT_S)
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def close(self) -> None:
+        """Ends it, and waits."""
+        if self.runtime is not None and self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.runtime.stop)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def start(model_folder) -> Callable[..., Server]:
+    """start(options={}, **settings) -> a server; the caller closes it."""
+
+    def start(options: dict[str, Any] | None = None, model: Path | None = None, wait: bool = True, **settings: Any) -> Server:
+        chosen = LoadOptions(offline=True, threads=1, **{"backend": "cpu_avx", **(options or {})})
+        given = {"names": ("tiny", "org/tiny"), "preparers": 1, **settings}
+        return Server(ServerSettings(**given), lambda: load_model(model or model_folder, chosen), wait=wait)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(start) -> Iterator[Server]:
+    """One server for all tests that do not change it."""
+    running = start()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def http(server) -> Iterator[httpx2.Client]:
+    """A plain HTTP client."""
+    with httpx2.Client(base_url=server.url, timeout=WAIT_S) as client:
+        yield client
+
+
