@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+
 from .errors import Cancelled, EngineError, FastLLMError, OutOfMemory, QueueFull, UsageError
 from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
@@ -277,10 +279,11 @@ class Engine:
                 job.handle.started = True
                 with self._wake:
                     self._num_queued -= 1
+        masks = self._masks(step)
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
-            step.batch.sampler = build_rows(self._sampler_states(step), self._vocab_size)
+            step.batch.sampler = build_rows(self._sampler_states(step), self._vocab_size, masks)
             result = self._runner.run(step.batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(step.batch.sample_rows):
@@ -315,6 +318,20 @@ class Engine:
                     states.append(part.sequence.owner.sampler)
         return states
 
+    def _masks(self, step: ScheduledStep) -> list[np.ndarray | None] | None:
+        """What each row of logits is held to; None: no row is. A constraint that raises fails its request, whose row is then nobody's."""
+        masks: list[np.ndarray | None] = []
+        for part in step.slices:
+            if part.num_rows:
+                masks += [None] * part.num_rows
+                choice: JobChoice = part.sequence.owner
+                if part.samples and choice.constraint is not None and not choice.finished:
+                    try:
+                        masks[-1] = choice.constraint.mask()
+                    except Exception as error:
+                        self._fail_job(choice.job, error)
+        return masks if any(mask is not None for mask in masks) else None
+
     def _deliver(self, choice: JobChoice, part: Slice, ids: list[int], result: StepOutput) -> None:
         """Hands out what a slice's rows say."""
         job, before = choice.job, choice.num_generated
@@ -328,6 +345,8 @@ class Engine:
         if event is not None:
             self._generated += choice.num_generated - before
             self._emit(choice, event)
+            if choice.complete and not choice.finished:
+                self._emit(choice, TokenEvent(None, choice.index, "stop"))
 
     def _emit(self, choice: JobChoice, event: TokenEvent) -> None:
         """Passes an event on, and ends the choice with its last. What `on_event` raises fails the request."""

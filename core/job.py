@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _kernels
 from .errors import EngineError
-from .request import RequestHandle, Timings, TokenEvent, TokenLogprobs
+from .request import RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from .runner import StepOutput
 from .sampling import SamplerState
 from .scheduler import Sequence, Slice
@@ -24,13 +24,14 @@ class NotFinite(EngineError):
 
 
 class JobChoice:
-    """One choice: its sequence, its sampler, and whether it has ended."""
+    """One choice: its sequence, its sampler, what it is held to, and whether it has ended."""
 
-    __slots__ = ("finished", "index", "job", "num_generated", "sampler", "sequence")
+    __slots__ = ("complete", "constraint", "finished", "index", "job", "num_generated", "sampler", "sequence")
 
-    def __init__(self, job: Job, index: int, sequence: Sequence, sampler: SamplerState):
-        self.job, self.index, self.sequence, self.sampler = job, index, sequence, sampler
+    def __init__(self, job: Job, index: int, sequence: Sequence, sampler: SamplerState, constraint: TokenConstraint | None = None):
+        self.job, self.index, self.sequence, self.sampler, self.constraint = job, index, sequence, sampler, constraint
         self.num_generated, self.finished = 0, False
+        self.complete = False  # the constraint has been met: nothing may follow
         sequence.owner = self
 
 
@@ -56,7 +57,8 @@ class Job:
             rows = self.prompt_logprobs is not None and index == 0
             sequence = Sequence(None, prompt, rank=rank, max_new=self.max_new, salt=request.salt, prompt_rows=rows)
             sampler = SamplerState(params, prompt, handle.seed, request.stream + index, ends)
-            self.choices.append(JobChoice(self, index, sequence, sampler))
+            constraint = None if request.constraint is None else request.constraint()
+            self.choices.append(JobChoice(self, index, sequence, sampler, constraint))
         self.submitted_at = time.monotonic()
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -108,6 +110,8 @@ class Job:
             choice.num_generated += 1
             if token in self.stop_ids:
                 event.finish_reason = "stop"
+            elif choice.constraint is not None and choice.constraint.accept(token):
+                choice.complete = True
             elif choice.num_generated == self.max_new:
                 event.finish_reason = "length"
             if self.num_top is not None:

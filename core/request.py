@@ -11,16 +11,27 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from .errors import Cancelled, ContextOverflow, EngineError, FastLLMError, InvalidRequest
 from .sampling import SamplingParams
 
-__all__ = ["Choice", "Request", "RequestHandle", "Result", "Timings", "TokenEvent", "TokenLogprobs", "check_request"]
+__all__ = ["Choice", "Request", "RequestHandle", "Result", "Timings", "TokenConstraint", "TokenEvent", "TokenLogprobs", "check_request"]
 
 MAX_SALT: Final = 128
+
+
+class TokenConstraint(Protocol):
+    """What one answer may look like: a mask for every token. Called by the engine's thread alone; what it raises fails the request."""
+
+    def mask(self) -> np.ndarray:
+        """u32 [ceil(vocab_size / 32)]: bit id % 32 of word id // 32 is 1 where the token may come next; at least one is. Valid until the
+        next call."""
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a token of the answer. True: the answer is complete and ends here."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,8 @@ class Request:
     prompt_ids: token ids, at least one. end_ids: every id that ends an answer of this model (`ignore_eos` disregards them;
     `params.stop_token_ids` always stop). request_id: shown in errors. salt: prompts share cached blocks only under an equal salt.
     priority: smaller runs earlier. stream: the random stream of the first choice, choice i has stream + i; a call with several
-    prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one.
+    prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one. constraint: makes the
+    `TokenConstraint` of each choice, for example a `text.Grammar`; None: anything may be said.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -40,6 +52,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     stream: int = 0
+    constraint: Callable[[], TokenConstraint] | None = None
 
 
 def check_request(request: Request, vocab_size: int, n_ctx: int) -> np.ndarray:
@@ -103,7 +116,8 @@ class TokenEvent:
     """One new token of choice `index`.
 
     finish_reason: None while the choice goes on; "stop" (this token is an end id or stop id: not part of the text), "length",
-    "cancelled" (only that choice was cancelled). token_id: None where a choice ends without a token. logprob, top_logprobs: as
+    "cancelled" (only that choice was cancelled). token_id: None where a choice ends without a token, also "stop" after the last token of a
+    grammar. logprob, top_logprobs: as
     asked. prompt_logprobs: with the first event of a choice that was asked for them; one entry a prompt token, the first None.
     """
 

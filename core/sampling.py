@@ -289,16 +289,19 @@ def build_rows(
 ) -> SamplerRows:
     """The sampler's arrays for one step: row r is the next token of states[r].
 
-    masks: per row u32 [ceil(vocab_size / 32)] with bit 0 = banned, or None for a row without a grammar. Copies everything it
-    returns. Raises InvalidRequest for a mask of another length.
+    masks: per row u32 [ceil(vocab_size / 32)] with bit 0 = banned, or None for a row without a grammar, which wins: where every token it
+    allows is banned, the row's adjustments are left out. Copies everything it returns. Raises InvalidRequest for a mask of another length.
     """
     params = [s.params for s in states]
     start = np.zeros(len(states) + 1, np.int32)
     ids, bias = np.empty(0, np.int32), np.empty(0, np.float32)
     repeat = sub = bias
+    stacked = _stacked(masks, len(states), (vocab_size + 31) // 32)
     if any(s.adjusted for s in states):
-        np.cumsum([s.adjusted for s in states], out=start[1:])
         entries = [s.adjustments for s in states]
+        if stacked is not None:
+            entries = [_within(mask, *entry) for mask, entry in zip(stacked, entries, strict=True)]
+        np.cumsum([len(own) for own, _ in entries], out=start[1:])
         ids = np.concatenate([own for own, _ in entries])
         bias, repeat, sub = np.concatenate([numbers for _, numbers in entries], axis=1)
     return SamplerRows(
@@ -308,8 +311,19 @@ def build_rows(
         top_p=np.array([p.top_p for p in params], np.float32),
         min_p=np.array([p.min_p for p in params], np.float32),
         adjust_start=start, adjust_ids=ids, adjust_bias=bias, adjust_repeat=repeat, adjust_sub=sub,
-        mask=_stacked(masks, len(states), (vocab_size + 31) // 32),
+        mask=stacked,
     )  # fmt: skip
+
+
+def _within(mask: np.ndarray, ids: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The adjustments of a row, or none if they ban everything that its mask (u32 [words]) allows."""
+    banned = ids[np.isneginf(numbers[0])]
+    if len(banned):
+        left = mask.copy()
+        np.bitwise_and.at(left, banned // 32, ~(np.uint32(1) << (banned % 32).astype(np.uint32)))
+        if not left.any():
+            return ids[:0], numbers[:, :0]
+    return ids, numbers
 
 
 def _stacked(masks: Sequence[np.ndarray | None] | None, rows: int, words: int) -> np.ndarray | None:

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -26,6 +27,7 @@ from .text import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from .text import Tokenizer
+    from .text.grammar import Grammar, GrammarCompiler
 
 __all__ = ["LLM", "Answer", "Completion", "Piece"]
 
@@ -175,6 +177,13 @@ class LLM:
         """The model's tokenizer."""
         return self.loaded.tokenizer
 
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Makes grammars for this model: `llm.chat(messages, grammar=llm.grammars.json_schema({"type": "object", …}))`."""
+        from .text.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.loaded.planned.definition.vocab_size)
+
     # prompts ----------------------------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
@@ -210,15 +219,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        grammar: Grammar | None = None,
     ) -> list[Completion]:
         """Continues every prompt: one completion per prompt (per choice, with `n`), in order. A string or a list of ids is one
-        prompt."""
+        prompt. grammar: what every answer must look like, from `grammars`."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         batch: list[Any] = [prompts] if single else list(prompts)
         answers: list[list[Answer]] = []
         try:
             drained = 0
-            for request in self._requests([self.encode(p) for p in batch], params):
+            for request in self._requests([self.encode(p) for p in batch], params, grammar):
                 while True:
                     try:
                         answers.append(self._submit(request))
@@ -234,27 +245,47 @@ class LLM:
                 group[0]._handle.cancel()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer:
-        """Continues one prompt, piece by piece."""
-        return self._submit(self._requests([self.encode(prompt)], params)[0])[0]
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, grammar: Grammar | None = None) -> Answer:
+        """Continues one prompt, piece by piece. grammar: what the answer must look like."""
+        return self._submit(self._requests([self.encode(prompt)], params, grammar)[0])[0]
 
     @overload
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, stream: Literal[False] = False, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        grammar: Grammar | None = None,
+        **kwargs: Any,
     ) -> Completion: ...
     @overload
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, stream: Literal[True], **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        grammar: Grammar | None = None,
+        **kwargs: Any,
     ) -> Answer: ...
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, stream: bool = False, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        grammar: Grammar | None = None,
+        **kwargs: Any,
     ) -> Completion | Answer:
-        """Answers a conversation (list of {"role", "content"}); stream=True gives the pieces as they come. kwargs go to the
-        template."""
-        answer = self._submit(self._requests([self.render(messages, **kwargs)], params)[0])[0]
+        """Answers a conversation (list of {"role", "content"}); stream=True gives the pieces as they come. grammar: what the answer
+        must look like. kwargs go to the template."""
+        answer = self._submit(self._requests([self.render(messages, **kwargs)], params, grammar)[0])[0]
         return answer if stream else answer.result()
 
-    def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+    def _requests(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, grammar: Grammar | None = None
+    ) -> list[Request]:
         """Checked requests, before any of them is submitted."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -273,7 +304,7 @@ class LLM:
                     n_ctx=context,
                 )
             merged = (given or SamplingParams()).merged_with(self.loaded.defaults)
-            requests.append(Request(ids, merged, end_ids, request_id=f"prompt {number + 1}", stream=stream_id(number, 0)))
+            requests.append(Request(ids, merged, end_ids, request_id=f"prompt {number + 1}", stream=stream_id(number, 0), constraint=grammar))
         return requests
 
     def _submit(self, request: Request) -> list[Answer]:

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,8 +17,11 @@ from .options import load_options, model_options, sampling_options
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..llm import LLM, Answer
+    from ..text.grammar import Grammar
 
 __all__ = ["run_command", "use_threads"]
+
+GRAMMARS = ("json_schema", "regex", "grammar")  # options of which an answer takes one
 
 
 @click.command("run")
@@ -27,6 +31,9 @@ __all__ = ["run_command", "use_threads"]
 @click.option("--system", help="Instructions that come before the conversation.")
 @click.option("--raw", is_flag=True, help="Send the prompt as it is: no chat template, special tokens in it stay text.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
+@click.option("--json-schema", type=click.Path(dir_okay=False, path_type=Path), help="File with a JSON schema: the answer is JSON that fits it.")
+@click.option("--regex", help="The answer matches this regular expression as a whole.")
+@click.option("--grammar", type=click.Path(dir_okay=False, path_type=Path), help="File with a grammar (Lark or GBNF) that the answer follows.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--no-history", is_flag=True, help="Chat without writing what you type to the history file.")
 @sampling_options
@@ -49,6 +56,10 @@ def run_command(model: str | None, **values: Any) -> int:
     chat = values["interactive"] or prompt is None
     if chat and values["as_json"]:
         raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
+    if sum(values[name] is not None for name in GRAMMARS) > 1:
+        raise click.UsageError("give one of --json-schema, --regex, --grammar: an answer follows one grammar")
+    if chat and any(values[name] is not None for name in GRAMMARS):
+        raise click.UsageError("a grammar holds one answer: give --prompt or a pipe, without -i")
     if values["raw"] and values["system"]:
         raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
     use_threads(values["threads"])
@@ -129,7 +140,7 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any
     else:
         system = [{"role": "system", "content": values["system"]}] if values["system"] else []
         ids = llm.render([*system, {"role": "user", "content": prompt}])
-    answer: Answer = llm.stream(ids, params)
+    answer: Answer = llm.stream(ids, params, grammar=_grammar(llm, values))
     if values["as_json"]:
         click.echo(json.dumps(_as_json(llm, answer.result()), ensure_ascii=False))
         return 0
@@ -146,6 +157,23 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any
         seed = done.seed if params.temperature is None or params.temperature > 1e-5 else None
         say(stats_line(done.timings, llm.loaded.context, seed))
     return 0
+
+
+def _grammar(llm: LLM, values: dict[str, Any]) -> Grammar | None:
+    """What the answer must look like. Raises UsageError for a file that cannot be read, InvalidRequest for what cannot be enforced."""
+    if values["regex"] is not None:
+        return llm.grammars.regex(values["regex"], "--regex")
+    path = values["grammar"] or values["json_schema"]
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        schema = json.loads(text) if values["json_schema"] else None
+    except OSError as error:
+        raise click.UsageError(f"cannot read '{path}': {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"'{path}' is not {'JSON' if values['json_schema'] else 'text in UTF-8'}: {error}") from None
+    return llm.grammars.json_schema(schema, "--json-schema") if values["json_schema"] else llm.grammars.grammar(text, "--grammar")
 
 
 def _as_json(llm: LLM, done: Any) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class FakeRunner:
             adjust_bias=np.ascontiguousarray(sampler.adjust_bias),
             adjust_repeat=np.ascontiguousarray(sampler.adjust_repeat),
             adjust_sub=np.ascontiguousarray(sampler.adjust_sub),
+            mask=sampler.mask,
         )
         return Output(ids, logits)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -307,3 +308,31 @@ def test_controls_of_an_answer_are_shown_on_a_terminal_only(monkeypatch, capsys)
     assert escape_controls(text) == "a\\x1b[31mb\\x07\\x9bc\\u202ed\n\te"
     write_answer(text)
     assert capsys.readouterr().out == text
+
+
+def test_an_answer_follows_a_grammar(run, tiny_model, tmp_path):
+    base = ("run", tiny_model, "--prompt", "x", "--backend", "ref", "--seed", 1, "--temperature", 1, "-n", 40, "-q")
+    (tmp_path / "s.json").write_text('{"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"]}')
+    (tmp_path / "g.gbnf").write_text('root ::= "yes" | "no"\n')
+    done = json.loads(run(*base, "--json-schema", tmp_path / "s.json", "--json").out)
+    assert done["text"].lstrip()[0] == "{"
+    assert run(*base, "--grammar", tmp_path / "g.gbnf").out in ("yes\n", "no\n")
+    done = json.loads(run(*base, "--regex", "[ab]{3}", "--json").out)
+    assert re.fullmatch("[ab]{3}", done["text"])
+    assert done["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--regex", "a("), "cannot be enforced"),
+        (("--regex", "a", "--grammar", "x"), "one grammar"),
+        (("--json-schema", "/no/such/file"), "cannot read"),
+        (("--json-schema", __file__), "is not JSON"),
+        (("--regex", "a", "-i"), "holds one answer"),
+    ],
+)
+def test_grammars_that_cannot_be(run, tiny_model, options, what):
+    done = run("run", tiny_model, "--prompt", "x", "--backend", "ref", *options)
+    assert done.code == 2
+    assert what in done.err

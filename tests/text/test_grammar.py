@@ -1,0 +1,181 @@
+"""Grammars: what they allow is checked against the json, re and jsonschema-free rules of the format itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from fastllm.core.errors import EngineError, InvalidRequest
+from fastllm.text import Tokenizer
+from fastllm.text.grammar import MAX_KEPT, GrammarCompiler
+from tests.interface.conftest import byte_tokenizer
+
+VOCAB = 300  # more rows than the tokenizer has pieces
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    return Tokenizer.from_tokenizer_json(byte_tokenizer().to_str().encode(), settings)
+
+
+@pytest.fixture
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, VOCAB)
+
+
+def allowed(mask):
+    """Ids that a mask lets through."""
+    return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(mask) * 32])[0].tolist()
+
+
+def walk(tokenizer, grammar, seed, limit=400):
+    """A random text of the grammar: tokens drawn among the allowed ones until it is complete or an end token is drawn."""
+    rng, matcher, ids = np.random.default_rng(seed), grammar(), []
+    while len(ids) < limit:
+        choices = allowed(matcher.mask())
+        assert choices
+        assert max(choices) < tokenizer.vocab_size
+        if END in choices and rng.random() < 0.5:
+            return tokenizer.decode(ids, skip_special=True), True
+        token = int(rng.choice([c for c in choices if c != END] or choices))
+        ids.append(token)
+        if matcher.accept(token):
+            return tokenizer.decode(ids, skip_special=True), True
+    return tokenizer.decode(ids, skip_special=True), False
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": -20, "maximum": 300},
+        "s": {"type": "string", "maxLength": 4},
+        "k": {"enum": ["a", 1, None, True]},
+        "l": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["n", "s", "k", "l"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walks_are_what_the_schema_says(tokenizer, compiler, seed):
+    text, complete = walk(tokenizer, compiler.json_schema(SCHEMA), seed)
+    assert complete
+    value = json.loads(text)
+    assert list(value) == ["n", "s", "k", "l"]
+    assert type(value["n"]) is int
+    assert -20 <= value["n"] <= 300
+    assert len(value["s"]) <= 4
+    assert value["k"] in ("a", 1, None, True)
+    assert 1 <= len(value["l"]) <= 3
+    assert all(type(item) is bool for item in value["l"])
+    assert not re.search(r"[ \t\r\n]{9}", text)
+
+
+def test_blanks_are_bounded(compiler, tokenizer):
+    matcher = compiler.json_object()()
+    blank = tokenizer.encode(" ", add_special=False, parse_special=False)[0]
+    assert not matcher.accept(tokenizer.encode("{", add_special=False, parse_special=False)[0])
+    for _ in range(8):
+        assert blank in allowed(matcher.mask())
+        matcher.accept(blank)
+    assert blank not in allowed(matcher.mask())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_patterns_choices_and_grammars(tokenizer, compiler, seed):
+    text, complete = walk(tokenizer, compiler.regex("(ab|c){2,4}[0-9]"), seed)
+    assert complete
+    assert re.fullmatch("(ab|c){2,4}[0-9]", text)
+    assert walk(tokenizer, compiler.choice(["yes", 'say "no"', "né"]), seed)[0] in ("yes", 'say "no"', "né")
+    assert walk(tokenizer, compiler.grammar('start: "x" ("y" | "z")~2'), seed)[0] in ("xyy", "xyz", "xzy", "xzz")
+    assert walk(tokenizer, compiler.grammar('root ::= "x" ("y" | "z")\n'), seed)[0] in ("xy", "xz")
+
+
+def test_an_answer_may_end_only_where_the_grammar_does(tokenizer, compiler):
+    matcher = compiler.regex("ab+")()
+    a, b = (tokenizer.encode(c, add_special=False, parse_special=False)[0] for c in "ab")
+    assert allowed(matcher.mask()) == [a]
+    assert not matcher.accept(a)
+    assert END not in allowed(matcher.mask())
+    assert not matcher.accept(b)
+    assert sorted(allowed(matcher.mask())) == sorted([b, END])
+    with pytest.raises(EngineError, match="cannot be followed"):
+        matcher.accept(a)
+    with pytest.raises(EngineError):
+        matcher.mask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "why"),
+    [
+        ("json_schema", {"properties": {"a": "bar"}}, "object or boolean"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"$ref": "https://example.com/x.json"}, "local"),
+        ("json_schema", {"$ref": "#/nothing"}, ""),
+        ("json_schema", ["a"], "object or a boolean"),
+        ("json_schema", {"enum": [float("nan")]}, "NaN|nan|JSON"),
+        ("json_schema", False, ""),
+        ("regex", "a(b", "unclosed"),
+        ("regex", "(?=a)b", ""),
+        ("regex", "a" * ((1 << 20) + 1), "limit"),
+        ("regex", "\ud800", ""),
+        ("regex", 3, "string"),
+        ("choice", [], ""),
+        ("choice", ["a", ""], ""),
+        ("grammar", "start: missing", "missing"),
+        ("grammar", "root ::= (", ""),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_and_names_its_field(compiler, kind, source, why):
+    with pytest.raises(InvalidRequest) as caught:
+        getattr(compiler, kind)(source, param="the_field")
+    assert caught.value.fields["param"] == "the_field"
+    assert caught.value.message.startswith("the_field: ")
+    assert re.search(why, caught.value.why)
+    assert "\n" not in caught.value.why
+
+
+def test_a_schema_as_deep_as_the_sea(compiler):
+    schema = {}
+    for _ in range(70):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(InvalidRequest, match="64 levels"):
+        compiler.json_schema(schema)
+    for _ in range(100_000):
+        schema = {"a": schema}
+    with pytest.raises(InvalidRequest):
+        compiler.json_schema(schema)
+
+
+def test_matchers_share_nothing_and_the_latest_are_kept(tokenizer, compiler):
+    grammar = compiler.regex("ab")
+    assert compiler.regex("ab") is grammar
+    one, two = grammar(), grammar()
+    a = tokenizer.encode("a", add_special=False, parse_special=False)[0]
+    one.accept(a)
+    assert allowed(two.mask()) == [a]
+    for i in range(MAX_KEPT):
+        compiler.choice([f"text {i}"])
+    assert compiler.regex("ab") is not grammar
+
+
+def test_threads_may_share_a_compiler(tokenizer, compiler):
+    results = []
+
+    def work(seed):
+        for i in range(10):
+            results.append(walk(tokenizer, compiler.choice([f"one {i}", f"two {i}"]), seed)[0].split()[1] == str(i))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 80

@@ -1,0 +1,200 @@
+"""Structured output: JSON schema, regex, choice, Lark and GBNF as a mask over the vocabulary for every token.
+
+The work is done by the `llguidance` library: a grammar is compiled once and each answer gets a matcher of its own, so that nothing
+of one answer reaches another. This file decides what is let in (sizes, depth, references), what JSON may look like (at most eight blanks
+between two tokens: without a bound some models never stop), and that a grammar that cannot be held is refused, never loosened.
+
+Called by interface, in the thread that asks; a `Matcher` is then used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import llguidance
+import numpy as np
+
+from fastllm.core.errors import EngineError, InvalidRequest
+
+from .tokenizer import Tokenizer
+
+__all__ = ["Grammar", "GrammarCompiler", "Matcher"]
+
+MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
+MAX_DEPTH: Final = 64  # of a schema
+MAX_KEPT: Final = 256  # compiled grammars
+WHITE_SPACE: Final = r"[ \t\n\r]{0,8}"
+JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+
+
+class Matcher:
+    """One answer's place in a grammar (`fastllm.core.request.TokenConstraint`)."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, words: int):
+        self._matcher, self._words = matcher, words
+        self._mask = np.zeros(words, np.uint32)
+
+    def mask(self) -> np.ndarray:
+        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next. Valid until the next call. Raises EngineError
+        if the grammar grew beyond the library's limits."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)  # of the tokenizer's ids; the model may have more rows
+        if self._matcher.is_error():
+            raise self._failed()
+        self._mask[: len(bits)] = bits[: self._words]
+        return self._mask
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the next token of the answer. True: the grammar is complete, and nothing may follow. Raises EngineError for a token that
+        the grammar does not allow."""
+        if not self._matcher.consume_token(token_id):
+            raise self._failed()
+        return bool(self._matcher.is_stopped())
+
+    def _failed(self) -> EngineError:
+        reason = str(self._matcher.get_error()).partition("\n")[0]
+        return EngineError("the grammar of this answer cannot be followed", why=reason, fix="simplify the schema or grammar")
+
+
+class Grammar:
+    """A compiled grammar. Calling it makes a matcher, one for each answer. source: what it was made of, for messages."""
+
+    def __init__(self, source: str, compiled: llguidance.LLMatcher, words: int):
+        self.source, self._compiled, self._words = source, compiled, words
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Matcher:
+        """A fresh matcher. May be called from any thread."""
+        with self._lock:
+            return Matcher(self._compiled.deep_copy(), self._words)
+
+
+class _Wrapped:
+    """Our tokenizer as the library asks for it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_id if tokenizer.eos_id is not None else min(tokenizer.end_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.decode_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False, parse_special=False)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model and keeps the latest, by content. Safe to share between threads.
+
+    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. Every method raises InvalidRequest, which names the
+    field `param`, for a source that is too large, not valid, or outside of what can be enforced.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        if not tokenizer.end_ids:
+            raise InvalidRequest("this model's tokenizer has no token that ends an answer, so no grammar can end one")
+        self._tokenizer, self._words = tokenizer, (vocab_size + 31) // 32
+        self._library: llguidance.LLTokenizer | None = None
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def json_schema(self, schema: Any, param: str = "response_format") -> Grammar:
+        """JSON that fits a schema (a dict, or a bool). References must be local (`#/…`)."""
+        try:
+            source = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refused("the schema is not JSON", str(error), param) from None
+        if not isinstance(schema, dict | bool):
+            raise _refused(f"the schema is a {type(schema).__name__}", "a JSON schema is an object or a boolean", param)
+        _check_schema(schema, param)
+        return self._compiled("json_schema", source, lambda: llguidance.LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS), param)
+
+    def json_object(self, param: str = "response_format") -> Grammar:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, param)
+
+    def regex(self, pattern: str, param: str = "regex") -> Grammar:
+        """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back references)."""
+        return self._compiled("regex", pattern, lambda: llguidance.LLMatcher.grammar_from_regex(pattern), param)
+
+    def choice(self, choices: Sequence[str], param: str = "choice") -> Grammar:
+        """One of these texts."""
+        if not choices or not all(isinstance(c, str) and c for c in choices):
+            raise _refused("a choice needs at least one text, and none may be empty", "", param)
+        lark = "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in dict.fromkeys(choices))
+        return self._compiled("choice", lark, lambda: llguidance.LLMatcher.grammar_from_lark(lark), param)
+
+    def grammar(self, text: str, param: str = "grammar") -> Grammar:
+        """A grammar in Lark's notation, or in GBNF (rules are written with `::=`)."""
+
+        def source() -> str:
+            lark = llguidance.gbnf_to_lark.gbnf_to_lark(text) if "::=" in text else text
+            return str(llguidance.LLMatcher.grammar_from_lark(lark))
+
+        return self._compiled("grammar", text, source, param)
+
+    def _compiled(self, kind: str, text: str, source: Callable[[], str], param: str) -> Grammar:
+        if not isinstance(text, str):
+            raise _refused(f"it is a {type(text).__name__}", "it must be a string", param)
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:
+            raise _refused("it holds half of a character (a lone surrogate)", "", param) from None
+        if len(raw) > MAX_SOURCE:
+            raise _refused(f"it has {len(raw):,} bytes", f"the limit is {MAX_SOURCE:,}", param)
+        key = hashlib.sha256(f"{kind}:".encode() + raw).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            if self._library is None:
+                self._library = self._open_library()
+        try:
+            matcher = llguidance.LLMatcher(self._library, source(), log_level=0)
+        except (ValueError, RecursionError, llguidance.gbnf_to_lark.GbnfToLarkError) as error:
+            raise _refused("it cannot be read", str(error).partition("\n")[0], param) from None
+        if matcher.is_error():
+            raise _refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
+        grammar = Grammar(kind, matcher, self._words)
+        grammar().mask()  # a grammar that is too large to start is refused here, and not in the engine's thread
+        with self._lock:
+            self._kept[key] = grammar
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _open_library(self) -> llguidance.LLTokenizer:
+        wrapped = llguidance.TokenizerWrapper(_Wrapped(self._tokenizer))
+        ends = [i for i in sorted(self._tokenizer.end_ids) if i < self._tokenizer.vocab_size]
+        return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
+
+
+def _refused(what: str, why: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {what}", who=param, why=why, fix=f"correct {param}, or leave it out", param=param, code="invalid_schema")
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines()[:4])[:400]
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    """Depth, and references that would leave the schema. Not recursive: the depth is a stranger's."""
+    layer, depth = [schema], 0
+    while layer:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _refused(f"the schema is deeper than {MAX_DEPTH} levels", "", param)
+        below: list[Any] = []
+        for part in layer:
+            if isinstance(part, dict):
+                reference = part.get("$ref")
+                if isinstance(reference, str) and not reference.startswith("#"):
+                    raise _refused(f"the reference {reference[:80]!r} leaves the schema", "only local references (#/…) are followed", param)
+                below += part.values()
+            elif isinstance(part, list):
+                below += part
+        layer = below
