@@ -346,6 +346,11 @@ class Backend(ABC):
         """Bytes per second at which ops read a weight set of nbytes, measured now (well under a second); None: cannot tell."""
         return None
 
+    def peak_ops(self, dtype: str) -> float | None:
+        """Operations per second (a multiply-add is two) of the device's best instruction for products of int8, bf16 or f32, measured
+        now (well under a second); None: cannot tell."""
+        return None
+
     def new_stream(self) -> Stream:
         """A new stream."""
         return Stream()

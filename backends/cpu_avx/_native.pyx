@@ -93,6 +93,14 @@ cdef extern from "pages.h" nogil:
 cdef extern from "probe.h" nogil:
     double fl_probe_read(fl_pool *pool, const void *memory, size_t nbytes, int rounds)
 
+cdef extern from "peaks.h" nogil:
+    int FL_PEAK_COUNT
+    const char *fl_peak_name(int peak)
+    const char *fl_peak_dtype(int peak)
+    int fl_peak_isa(int peak)
+    int fl_peak_missing(int peak)
+    double fl_probe_peak(fl_pool *pool, int peak, int rounds)
+
 
 # what this machine has ------------------------------------------------------------------------------------------------
 
@@ -106,6 +114,17 @@ def isa_missing(int isa) -> str | None:
     """Why variant number `isa` cannot run here; None if it can."""
     cdef const char *why = fl_isa_missing(isa)
     return None if why == NULL else (<bytes>why).decode()
+
+
+def peaks() -> list[tuple[str, str, int, str]]:
+    """(instruction, type it multiplies, first variant with it, why it cannot be measured or "") of each probe, by number."""
+    cdef const char *why
+    found = []
+    for i in range(FL_PEAK_COUNT):
+        why = fl_isa_missing(fl_peak_isa(i))
+        reason = (<bytes>why).decode() if why != NULL else ("this build has no such probe" if fl_peak_missing(i) else "")
+        found.append(((<bytes>fl_peak_name(i)).decode(), (<bytes>fl_peak_dtype(i)).decode(), fl_peak_isa(i), reason))
+    return found
 
 
 # sizes ----------------------------------------------------------------------------------------------------------------
@@ -287,6 +306,15 @@ cdef class Pool:
         with nogil:
             seconds = fl_probe_read(self.pool, memory.p, memory.nbytes, rounds)
         return seconds
+
+    def peak_ops(self, int peak, int rounds) -> float:
+        """Operations per second of probe number `peak` with all threads, the best of some rounds; below 0 if it failed."""
+        cdef double result
+        if self.pool == NULL:
+            raise ValueError("the pool is closed")
+        with nogil:
+            result = fl_probe_peak(self.pool, peak, rounds)
+        return result
 
     def touch(self, Memory memory) -> None:
         """Writes every page once, so that it exists."""

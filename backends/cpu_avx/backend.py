@@ -59,6 +59,7 @@ find and clear 2 MB for each of them took ten times as long as the step itself (
 MAX_HEAD = 1024
 """Widest attention head."""
 PROBE_BYTES = 1 << 30
+PROBE_ROUNDS = 5
 
 NATIVE_OPS = tuple(name for name in CATALOGUE if name not in ("sample", "route_topk", "moe"))
 PLAIN_FLOATS = ("f32", "f16", "bf16")
@@ -308,6 +309,22 @@ class CpuBackend(Backend):
         finally:
             memory.close()
         return size / seconds if seconds > 0 else None
+
+    def peaks(self) -> dict[str, tuple[str, float | str]]:
+        """Instruction -> (type it multiplies, operations per second with all threads or why it cannot be measured)."""
+        self._check_open()
+        found: dict[str, tuple[str, float | str]] = {}
+        for number, (name, dtype, _, missing) in enumerate(_native.peaks()):
+            ops = -1.0 if missing else self._pool.peak_ops(number, PROBE_ROUNDS)
+            found[name] = (dtype, ops if ops > 0 else missing or "the threads did not run")
+        return found
+
+    def peak_ops(self, dtype: str) -> float | None:
+        """Of the fastest multiply-add instruction for that type which the variant in use has."""
+        self._check_open()
+        mine = _native.isa_names().index(self.isa)
+        usable = [i for i, (_, of, variant, missing) in enumerate(_native.peaks()) if of == dtype and variant <= mine and not missing]
+        return max((rate for i in usable if (rate := self._pool.peak_ops(i, PROBE_ROUNDS)) > 0), default=None)
 
     def close(self) -> None:
         """Ends the threads. Buffers stay valid until they are closed, programs cannot run any more."""

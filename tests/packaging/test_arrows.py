@@ -38,15 +38,17 @@ LONGER: dict[str, str] = {}
 JINJA_FILE = "text/template.py"
 
 
-def sources(*suffixes: str, folders: tuple[str, ...] = (*ROOMS, "tests", "scripts")) -> list[str]:
+def sources(*suffixes: str, folders: tuple[str, ...] = (*ROOMS, "tests", "scripts", "benchmarks")) -> list[str]:
     """Paths of the source files, relative to the root."""
     found = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in suffixes and "__pycache__" not in p.parts]
     return sorted(p.relative_to(ROOT).as_posix() for p in found)
 
 
 def package_of(path: str) -> str:
-    """`core/plugins/config.py` -> `fastllm.core.plugins`; "" outside the rooms."""
+    """`core/plugins/config.py` -> `fastllm.core.plugins`; `benchmarks` is a package of its own; "" outside of both."""
     room, *rest = Path(path).parent.parts
+    if room == "benchmarks":
+        return ".".join([room, *rest])
     if room not in ROOMS:
         return ""
     return ".".join(["fastllm", *([] if room == "interface" else [room]), *rest])
@@ -184,6 +186,8 @@ def test_the_rules_know_every_room():
         ("interface/x.py", "from core.errors import UsageError"),
         ("tests/x.py", "import core.errors"),
         ("scripts/x.py", "import formats"),
+        ("benchmarks/x.py", "from models import llama"),
+        ("interface/x.py", "from benchmarks import models"),
     ],
 )
 def test_a_forbidden_import_is_found(path, text):
@@ -201,6 +205,7 @@ def test_a_forbidden_import_is_found(path, text):
         ("backends/acme/x.py", "from fastllm.api import Backend\nfrom fastllm import api\nfrom . import ops\nfrom ..gpu import pool"),
         ("interface/x.py", "from .core.plugins import BackendRegistry\nfrom prompt_toolkit import prompt\nfrom fastllm import LLM"),
         ("tests/x.py", "import pytest\nfrom fastllm.core import errors"),
+        ("benchmarks/x.py", "from .models import model_path\nfrom fastllm.bench import Row\nimport click"),
     ],
 )
 def test_an_allowed_import_is_not_reported(path, text):

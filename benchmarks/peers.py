@@ -1,0 +1,171 @@
+"""Other engines on the same model, in turns with ours: A B A B, medians and ratios.
+
+Each engine, ours too, runs in a process of its own that speaks `workers/protocol.py`, so all are loaded and idle while one is measured. What
+cannot be installed, loaded or measured is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastllm.bench import Row, Spread
+from fastllm.core.errors import UsageError
+
+from .engine import needs, parse
+from .environments import WORKERS, Unavailable, environment
+from .models import model_path
+
+__all__ = ["PEERS", "Peer", "Process", "WorkerError", "peer_rows"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How an engine is measured. source: type of file it reads (`gguf` or `hf`, made of the same weights); environment "" is ours."""
+
+    environment: str
+    worker: str
+    source: str = "gguf"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 0
+    note: str = ""
+
+
+PEERS: dict[str, Peer] = {
+    "llama.cpp": Peer("llama.cpp", "peer_llama_cpp.py"),
+    "llama.cpp-flash": Peer("llama.cpp", "peer_llama_cpp.py", options={"flash": "on"}, note="flash attention"),
+    "llama.cpp-avx2": Peer("llama.cpp-avx2", "peer_llama_cpp.py"),
+}
+
+
+class WorkerError(Exception):
+    """What a worker answered instead of a result, or that it died."""
+
+
+class Process:
+    """A worker that runs. Close it."""
+
+    def __init__(self, python: str | Path, script: Path, log: Path | None = None):
+        self._log = log.open("wb") if log else None
+        # a folder of this repository in front of the search path would hide packages of the same name
+        self._process = subprocess.Popen(
+            [os.fspath(python), os.fspath(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log or subprocess.DEVNULL,
+            text=True,
+            cwd=script.parent,
+        )
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """The result. Raises WorkerError."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            code = self._process.wait()
+            raise WorkerError(f"the engine's process ended while it was asked to {do}" + (f" (signal {-code})" if code < 0 else f" (exit code {code})"))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._log:
+            self._log.close()
+
+
+def start(peer: Peer, name: str, log: Path | None) -> tuple[Process, str]:
+    """The peer's process, and which build it is. Raises Unavailable."""
+    if not peer.environment:
+        return Process(sys.executable, WORKERS / peer.worker, log), peer.note
+    made = environment(peer.environment)
+    return Process(made.python, WORKERS / peer.worker, log), ", ".join(filter(None, (made.note, peer.note)))
+
+
+OURS = Peer("", "peer_fastllm.py")
+
+
+def peer_rows(
+    model: str, names: Sequence[str], cells: Sequence[str], repeat: int, threads: int, options: Mapping[str, str], logs: Path | None = None
+) -> Iterator[tuple[str, dict[str, Any], Row, Spread | None]]:
+    """(peer, its options, row, our spread) for every peer and cell, as soon as it is measured. options: of our engine."""
+    context, streams = needs(cells)
+    context = -(-context // 64) * 64 + 64
+    paths: dict[str, str] = {}
+
+    def load(peer: Peer, name: str, chosen: Mapping[str, Any]) -> tuple[Process, dict[str, Any]]:
+        source = peer.source
+        if source not in paths:
+            shape = model.partition("-")[0]
+            paths[source] = os.fspath(model_path(f"{shape}-hf" if source == "hf" else model))
+        process, build = start(peer, name, logs / f"{name}.log" if logs else None)
+        try:
+            count = peer.threads or threads
+            facts = process.call("load", path=paths[source], threads=count, context=context, streams=streams, options=dict(chosen))
+        except BaseException:
+            process.close()
+            raise
+        return process, {"threads": count, **chosen, "version": facts["version"], **({"build": build} if build else {})}
+
+    ours, _ = load(OURS, "fastllm", options)
+    try:
+        for name in names:
+            peer = PEERS[name]
+            try:
+                theirs, found = load(peer, name, peer.options)
+            except (WorkerError, Unavailable, RuntimeError) as error:
+                yield name, dict(peer.options), Row("load", {}, reason=str(error)), None
+                continue
+            try:
+                for cell in cells:
+                    yield name, found, *compare(cell, ours, theirs, repeat)
+            finally:
+                theirs.close()
+    finally:
+        ours.close()
+
+
+def compare(cell: str, ours: Process, theirs: Process, repeat: int) -> tuple[Row, Spread | None]:
+    """One cell of both in turns: (row of the peer with our ratio, our spread), or why the peer has none. Raises WorkerError if ours fails."""
+    name, size = parse(cell)
+    params: dict[str, dict[str, int]] = {"prefill": {"tokens": size}, "decode": {"context": size, "tokens": 24}, "batch": {"streams": size, "tokens": 24}}
+    if name not in params:
+        raise UsageError(f"peers have no cell '{cell}'; there are prefill:N, decode:N, batch:N")
+
+    def speed(process: Process) -> float:
+        value = float(process.call(name, **params[name]))
+        return value if name == "batch" else (size if name == "prefill" else 1) / value
+
+    mine, others = [], []
+    for turn in range(repeat + 1):  # the first is to warm up
+        own = speed(ours)
+        try:
+            other = speed(theirs)
+        except WorkerError as error:
+            return Row(name, params[name], reason=str(error)), None
+        if turn:
+            mine.append(own)
+            others.append(other)
+    ratio = Spread.of(a / b for a, b in zip(mine, others, strict=True))
+    return Row(name, params[name], "tok/s", Spread.of(others), ratio=ratio, limit_of="fastllm / this engine"), Spread.of(mine)

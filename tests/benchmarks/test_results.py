@@ -1,0 +1,178 @@
+"""Results files, tables, and peers that work, fail or die."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import __main__ as command
+from benchmarks import environments, limits, peers, results
+from fastllm.bench import Row, Spread
+
+
+def record(cell="decode", reason="", **changes):
+    row = Row(cell, {"context": 0}, "tok/s", None if reason else Spread.of([1, 2, 3]), reason=reason)
+    return results.record("engine", "m", "fastllm", {"threads": 2}, row) | changes
+
+
+def test_a_file_grows_and_a_new_measurement_replaces_the_old_one(tmp_path):
+    path = tmp_path / "r.json"
+    document = results.load(path)
+    results.merge(document, [record(), record("prefill"), record(commit="new")])
+    results.save(document, path)
+    again = results.load(path)
+    assert [(r["cell"], r["commit"] == "new") for r in again["rows"]] == [("decode", True), ("prefill", False)]
+    assert again["machine"]["threads"] >= 1
+
+
+def test_measurements_with_other_options_stand_beside_each_other(tmp_path):
+    document = results.load(tmp_path / "r.json")
+    results.merge(document, [record(), record(options={"threads": 1})])
+    assert len(document["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"suite": None}, "suite"),
+        ({"limit": "x"}, "limit"),
+        ({"value": [1, 2]}, "value"),
+        ({"value": None}, "neither or both"),
+        ({"reason": "why"}, "neither or both"),
+    ],
+)
+def test_a_row_that_is_none_is_found(change, wrong):
+    assert any(wrong in text for text in results.check({"schema": 1, "machine": {}, "rows": [record() | change]}))
+    assert results.check({"schema": 1, "machine": {}, "rows": [record(), record(reason="why")]}) == []
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="schema is not 1"):
+        results.load(path)
+
+
+def test_tables_show_medians_quartiles_ratios_and_reasons():
+    ours = Spread.of([4.0, 6.0, 8.0])
+    row = Row("decode", {"context": 0, "tokens": 24}, "tok/s", Spread.of([2.0, 3.0, 4.0]), ratio=Spread.of([2.0, 2.0, 2.0]))
+    text = results.table([results.record("peers", "m", "other", {"threads": 2}, row, ours), record(reason="it | fell")])
+    assert "| m | other | decode, context 0 | 3 (2.5 – 3.5) tok/s | fastllm 6 (5 – 7) | 2.00 × |" in text
+    assert "| – | it / fell | – |" in text
+
+
+WORKER = """
+import sys, json
+for line in sys.stdin:
+    message = json.loads(line)
+    answer = BODY
+    print(json.dumps(answer), flush=True)
+"""
+WORKS = {
+    "load": '{"result": {"version": "7"}}',
+    "prefill": '{"result": 2.0}',
+    "decode": '{"result": 0.5}',
+    "batch": '{"error": "no batches"}',
+}
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """worker(name, {method: answer}) makes a peer; ours takes 1 s for a prompt and 0.1 s a token."""
+
+    def make(name, answers):
+        path = tmp_path / f"{name}.py"
+        body = "{" + ", ".join(f"{k!r}: lambda: {v}" for k, v in answers.items()) + "}[message['do']]()"
+        path.write_text(WORKER.replace("BODY", body))
+        return peers.Peer("", str(path))
+
+    ours = make("ours", {"load": WORKS["load"], "prefill": '{"result": 1.0}', "decode": '{"result": 0.1}', "batch": '{"result": 9.0}'})
+    monkeypatch.setattr(peers, "OURS", ours)
+    monkeypatch.setattr(peers, "model_path", lambda name: f"/models/{name}")
+    return make
+
+
+def rows_of(names, cells):
+    return [(name, row, ours) for name, _, row, ours in peers.peer_rows("llama1b-q4_0", names, cells, 1, 2, {})]
+
+
+def test_ratios_are_ours_over_theirs(worker, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", {"other": worker("other", WORKS)})
+    (_, prefill, ours), (_, decode, _), (_, batch, none) = rows_of(["other"], ["prefill:512", "decode:0", "batch:8"])
+    assert (prefill.value.median, ours.median, prefill.ratio.median) == (256, 512, 2)
+    assert (decode.value.median, decode.ratio.median) == (2, 5)
+    assert (batch.value, batch.reason, none) == (None, "no batches", None)
+
+
+def test_a_peer_that_fails_is_a_row_and_the_next_is_measured(worker, monkeypatch):
+    refuses, dies = worker("refuses", {"load": '{"error": "bad file"}'}), worker("dies", {**WORKS, "decode": "sys.exit(3)"})
+    monkeypatch.setattr(peers, "PEERS", {"refuses": refuses, "dies": dies, "works": worker("works", WORKS)})
+    found = [(name, row.cell, row.reason) for name, row, _ in rows_of(list(peers.PEERS), ["decode:0"])]
+    assert found[0] == ("refuses", "load", "bad file")
+    assert found[1] == ("dies", "decode", "the engine's process ended while it was asked to decode (exit code 3)")
+    assert found[2] == ("works", "decode", "")
+
+
+def test_a_peer_that_cannot_be_installed_is_a_row(worker, monkeypatch, tmp_path):
+    missing = str(tmp_path / "nothing-here.whl")
+    monkeypatch.setitem(environments.RECIPES, "gone", lambda: environments.Recipe(((missing,),)))
+    monkeypatch.setattr(peers, "PEERS", {"gone": peers.Peer("gone", "x.py")})
+    [(_, row, _)] = rows_of(["gone"], ["decode:0"])
+    assert row.reason.startswith("pip install")
+    assert "nothing-here.whl" in row.reason
+
+
+def test_an_environment_is_made_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(environments, "_call", lambda command, variables, what: (calls.append(what), environments.cache_folder().mkdir(exist_ok=True)))
+    folder = environments.cache_folder() / "envs" / "x"
+    monkeypatch.setitem(environments.RECIPES, "x", lambda: environments.Recipe((("a",), ("b",)), note="n"))
+    monkeypatch.setattr(environments, "_call", lambda command, variables, what: (calls.append(what), folder.mkdir(parents=True, exist_ok=True)))
+    assert environments.environment("x").note == "n"
+    environments.environment("x")
+    assert calls == ["no environment for x", "pip install a", "pip install b"]
+
+
+def test_limits_have_a_row_for_every_instruction_also_those_that_are_missing(monkeypatch):
+    monkeypatch.setattr(limits, "SIZES_MB", (1,))
+    rows = [row for _, row in limits.limit_rows(1, 1)]
+    assert {r.params["instruction"] for r in rows if r.cell == "peak"} >= {"vnni", "amx_int8", "fma256"}
+    assert all(bool(r.reason) != (r.value is not None) for r in rows)
+
+
+def test_the_command_writes_what_it_prints(tmp_path, tiny):
+    out = tmp_path / "results" / "r.json"
+    arguments = ["engine", "--model", str(tiny), "--cells", "decode:0,sampling", "--repeat", "1", "--threads", "1", "--json", str(out)]
+    done = CliRunner().invoke(command.cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(done.output.splitlines()) == len(rows) == 4
+    shown = CliRunner().invoke(command.cli, ["show", str(out)], catch_exceptions=False).output
+    assert shown.count("| tiny | fastllm | sampling, ") == 3
+
+
+def test_an_unknown_peer_is_a_usage_error():
+    done = CliRunner().invoke(command.cli, ["peers", "--peer", "nobody"])
+    assert (done.exit_code, "no peer 'nobody'" in done.output) == (2, True)
+
+
+def test_workers_speak_the_protocol(tmp_path):
+    script = tmp_path / "w.py"
+    folder = str(environments.WORKERS)
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {folder!r})\nfrom protocol import Worker, serve\n"
+        "class W(Worker):\n    def load(self, x):\n        print('noise')\n        return x * 2\n"
+        "    def decode(self):\n        raise KeyError('k')\nserve(W())\n"
+    )
+    process = peers.Process(sys.executable, script)
+    try:
+        assert process.call("load", x=4) == 8
+        assert process.call("memory") > 1 << 20
+        for do, message in (("decode", "KeyError: 'k'"), ("batch", "cannot measure that")):
+            with pytest.raises(peers.WorkerError, match=message):
+                process.call(do)
+    finally:
+        process.close()
