@@ -86,6 +86,10 @@ cdef extern from "program.h" nogil:
         int64_t scratch_bytes
     int fl_program_run(fl_program *program, int64_t T, int64_t S, int64_t R, fl_fault *fault)
 
+cdef extern from "moe.h" nogil:
+    int64_t fl_moe_prepared(int kind, int64_t pairs, int64_t experts, int64_t K)
+    int64_t fl_moe_scratch(int64_t T, int64_t top_k, int64_t experts)
+
 cdef extern from "pages.h" nogil:
     void *fl_memory_map(size_t nbytes, int huge)
     void fl_memory_unmap(void *address, size_t nbytes)
@@ -154,6 +158,16 @@ def linear_scratch() -> int:
 def attention_scratch(int key_dim, int value_dim) -> int:
     """Bytes per thread."""
     return fl_attention_scratch(key_dim, value_dim)
+
+
+def moe_prepared(int kind, int64_t pairs, int64_t experts, int64_t width) -> int:
+    """Bytes of prepared activations of (row, expert) pairs."""
+    return fl_moe_prepared(kind, pairs, experts, width)
+
+
+def moe_scratch(int64_t tokens, int64_t top_k, int64_t experts) -> int:
+    """Bytes per thread."""
+    return fl_moe_scratch(tokens, top_k, experts)
 
 
 def cache_block_bytes(int block_size, int heads, int key_dim, int value_dim, int dtype) -> int:

@@ -61,7 +61,7 @@ MAX_HEAD = 1024
 PROBE_BYTES = 1 << 30
 PROBE_ROUNDS = 5
 
-NATIVE_OPS = tuple(name for name in CATALOGUE if name not in ("sample", "route_topk", "moe"))
+NATIVE_OPS = tuple(name for name in CATALOGUE if name != "sample")
 PLAIN_FLOATS = ("f32", "f16", "bf16")
 
 
@@ -193,7 +193,7 @@ class CpuBackend(Backend):
             if spec.attrs[key].choices and value not in spec.attrs[key].choices:
                 return No(f"'{q.op}': {key}={value!r} is not known")
         if q.op not in NATIVE_OPS:
-            return No("sampled on the host" if q.op == "sample" else f"cpu_avx has no kernel for '{q.op}'")
+            return No("sampled on the host")
         reason = self._refuse_dtypes(q) or _refuse_shapes(q)
         return No(reason) if reason else self._answer(q)
 
@@ -208,16 +208,17 @@ class CpuBackend(Backend):
                 continue
             if "packed" in known and len(q.shapes) > index and q.shapes[index] is not None:
                 shape = [int(d) for d in q.shapes[index] or () if isinstance(d, int)]
+                shape = shape[-2:] if q.op == "moe" else shape  # a stack is packed matrix by matrix
                 if pack.layout_for(shape, dtype, frozenset({q.op})) is not None:
                     continue
             return f"operand {index} of '{q.op}' in {dtype}"
         return ""
 
     def _answer(self, q: OpQuery) -> Yes:
-        if q.op == "linear":
-            layout = pack.LAYOUTS.get(q.dtypes[1] or "")
+        if q.op in ("linear", "moe"):
+            layout = pack.LAYOUTS.get(q.dtypes[1 if q.op == "linear" else 3] or "")
             group = 0 if layout is None else _native.prepare_kind(_native.layout_number(layout), self._exact)
-            return Yes("linear", act=f"q8_g{group}" if group else None)
+            return Yes(q.op, act=f"q8_g{group}" if group else None)
         if q.op == "attention":
             return Yes("attention", weight=None if self._kv_dtype == "f32" else self._kv_dtype)
         return Yes(q.op, angle="f64" if q.op == "rope" else None)
@@ -364,6 +365,8 @@ _DTYPES: dict[str, tuple[tuple[str, ...], ...]] = {
     "quantize": (_FLOAT,),
     "dequantize": (("i8",), _FLOAT),
     "softcap": (_FLOAT,),
+    "route_topk": (_FLOAT, _FLOAT),
+    "moe": (_FLOAT, _INT, _FLOAT, ("packed",), ("packed",), ("packed",), _FLOAT, _FLOAT, _FLOAT),
 }
 """Types of the operands, in catalogue order; "packed": any that pack.py has a layout for."""
 

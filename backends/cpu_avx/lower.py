@@ -14,6 +14,7 @@ Addresses are fixed by the plan, so an instruction holds pointers and integers o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,7 +29,7 @@ OPCODES: Final = {
     name: number
     for number, name in enumerate(
         ("embed", "embed_packed", "rms_norm", "layer_norm", "rope_table", "rope", "kv_write", "attention", "prepare", "linear",
-         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize")
+         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize", "route_topk", "moe")
     )
 }  # fmt: skip
 """As in program.h."""
@@ -37,9 +38,12 @@ DTYPES: Final = {"f32": 0, "f16": 1, "bf16": 2, "i32": 3, "i8": 4}
 CACHE_TYPES: Final = {"f32": 0, "f16": 1}
 ACTS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MASKS: Final = ("causal", "full", "prefix", "chunk")
+SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
 FULL, COLUMNS, ONE, ROWS = range(4)
 INDEX, SLOT, PAGES = range(3)
 
+ALIGNMENT: Final = 64
+"""Of the matrices of a stack (Limits.alignment)."""
 KEY_RANGE: Final = 512
 """Keys of one range of the attention kernel (FL_RANGE)."""
 PARTIAL_ROWS: Final = 8
@@ -109,6 +113,7 @@ class _Lowering:
         self.prepared: dict[tuple[int, int, int | str], tuple[int, Access | None]] = {}  # buffer -> address, what it holds
         self.tables: dict[tuple[Any, ...], tuple[View, Access]] = {}
         self.partials: dict[int, int] = {}
+        self.spaces_of: dict[tuple[Any, int], int] = {}
         self.seen: set[tuple[Any, ...]] = set()
         self.node = 0
 
@@ -152,6 +157,12 @@ class _Lowering:
         memory = _native.Memory(nbytes)
         self.result.owned.append(memory)
         return memory.address
+
+    def shared(self, key: Any, nbytes: int) -> int:
+        """Memory that all nodes of this kind and size use in turn."""
+        if (key, nbytes) not in self.spaces_of:
+            self.spaces_of[(key, nbytes)] = self.allocate(nbytes)
+        return self.spaces_of[(key, nbytes)]
 
     def check(self, kind: int, *key: int) -> None:
         """An index check, once for all nodes that ask for the same one."""
@@ -371,6 +382,42 @@ class _Lowering:
         accesses = [self.rows(inputs[0], False), self.rows(inputs[1], False), self.rows(outputs[0], True)]
         self.emit("dequantize", views, accesses, ints=(attrs["group"],))
 
+    def _op_route_topk(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
+        logits, bias, ids, weights = *inputs, *outputs
+        views = [matrix(logits), None if bias is None else vector(bias, "f32"), matrix(ids, ("i32",)), matrix(weights)]
+        self.result.scratch_bytes = max(self.result.scratch_bytes, 16 * logits.tensor.shape[1])
+        accesses = [self.rows(logits, False), self.rows(ids, True), self.rows(weights, True)]
+        accesses += [] if bias is None else [_access(bias, False)]
+        group = (attrs["groups"], attrs["keep_groups"], int(attrs["group_score"] == "top2sum"))
+        ints = (attrs["k"], SCORES.index(attrs["score"]), *group, attrs["renorm"])
+        self.emit("route_topk", views, accesses, ints=ints, floats=(attrs["scale"],))
+
+    def _op_moe(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
+        x, ids, weights, gate, up, down, *biases, out = *inputs, outputs[0]
+        views = [matrix(x), matrix(ids, ("i32",)), matrix(weights), matrix(out)]
+        rows, (experts, width, hidden), top_k = self.spaces(x.shape[0]), gate.tensor.shape, ids.tensor.shape[1]
+        if not isinstance(ids.shape[0], str):  # alone; in a model a router made them, and the kernel leaves out what is no expert
+            if ids.tensor.strides not in (None, contiguous(ids.tensor.shape)):
+                raise ShapeError("op 'moe' takes contiguous ids")
+            self.check(INDEX, views[1][0], 0, rows * top_k, 0, experts, 0, 0, 0, 0, 0)
+        pairs = max(rows, 1) * top_k
+        middle = self.shared("hidden", pairs * width * 4)
+        fields = [rows, experts, top_k, width, ACTS.index(attrs["kind"]), middle]
+        for stack, bias in zip((gate, up, down), biases, strict=True):
+            if stack is None:
+                fields += [0] * 6
+                continue
+            number, _, k, address, stride = packed_stack(stack)
+            kind = _native.prepare_kind(number, self.exact)
+            acts = self.shared(("rows", kind, stack is down), _native.moe_prepared(kind, pairs, experts, k))
+            fields += [number, address, stride, 0 if bias is None else matrix(bias)[0], kind, acts]
+        table = self.allocate(8 * len(fields))
+        _native.copy_in(table, struct.pack(f"={len(fields)}q", *fields))
+        self.result.scratch_bytes = max(self.result.scratch_bytes, _native.moe_scratch(rows, top_k, experts))
+        accesses = [_access(s, False) for s in (x, ids, weights)]
+        accesses += [_access(out, True), Access(middle, middle + pairs * width * 4, True)]  # of all experts that share it
+        self.emit("moe", views, accesses, ints=(table,))
+
 
 # operands ---------------------------------------------------------------------------------------------------------------
 
@@ -409,6 +456,17 @@ def packed_weight(s: Source) -> tuple[int, int, int, int]:
     if layout is None or number < 0 or not fits or s.tensor.offset + layout.nbytes > s.tensor.buffer.nbytes:
         raise ShapeError(f"this is not a weight that cpu_avx packed: {layout}")
     return (number, layout.shape[0], layout.shape[1], _address(s.tensor))
+
+
+def packed_stack(s: Source) -> tuple[int, int, int, int, int]:
+    """(layout number, N, K, address, bytes from one matrix to the next) of a packed stack [E, N, K]."""
+    layout = s.tensor.packed
+    number = -1 if layout is None else _native.layout_number(layout.id)
+    fits = layout is not None and len(s.tensor.shape) == 3 and tuple(s.tensor.shape[1:]) == tuple(layout.shape)
+    stride = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT if layout is not None else 0
+    if layout is None or number < 0 or not fits or s.tensor.offset + s.tensor.shape[0] * stride > s.tensor.buffer.nbytes:
+        raise ShapeError(f"this is not a stack of weights that cpu_avx packed: {layout}")
+    return (number, layout.shape[0], layout.shape[1], _address(s.tensor), stride)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,13 +21,13 @@ VERSION: Final = 1
 LAYOUTS: Final = {name: f"{name}.s32" for name in FORMATS if _native.layout_number(f"{name}.s32") >= 0}
 """File format -> name of its packed layout."""
 
-_OPS: Final = frozenset({"linear", "embed"})
+_OPS: Final = frozenset({"linear", "embed", "moe"})
 
 
 def layout_for(shape: Sequence[int], format: str, uses: frozenset[str]) -> PackedLayout | None:
     """The layout of a weight of `shape` [N, K] stored as `format` (a key of FORMATS), or None if it is not to be packed.
 
-    uses: names of the ops that read it. Only linear layers and tables shared with them are packed: a table that is only looked
+    uses: names of the ops that read it. Only linear layers, experts (matrix by matrix) and tables shared with linear layers are packed: a table that is only looked
     up stays as it is if it has a plain format, since its rows are contiguous there.
     """
     if len(shape) != 2 or format not in LAYOUTS or not uses or not uses <= _OPS:

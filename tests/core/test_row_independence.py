@@ -86,6 +86,8 @@ CASES = [
     ("llama", "q4_1", "cpu_avx", {}),
     ("llama", "q5_0", "cpu_avx", {"act": "f32"}),
     ("phi3", "q5_1", "cpu_avx", {"isa": "baseline"}),
+    ("qwen2_moe", "q4_0", "cpu_avx", {}),
+    ("mixtral", "bf16", "cpu_avx", {}),
 ]
 
 

@@ -51,6 +51,13 @@ enum {
     FL_TILE = 32
 }; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
 
+/* How the experts of a row are chosen: the attributes of route_topk. */
+enum { FL_SCORE_SOFTMAX, FL_SCORE_SIGMOID, FL_SCORE_CHOSEN };
+typedef struct {
+    int32_t k, score, groups, keep_groups, top2sum, renorm;
+    float scale;
+} fl_route;
+
 typedef struct {
     const char *name; /* baseline, avx2, avx512, amx */
     const fl_linear_ops *linear;
@@ -74,6 +81,9 @@ typedef struct {
     void (*matmul)(const fl_view *a, const fl_view *b, const fl_view *out, int64_t i0, int64_t i1);
     void (*quantize)(const fl_view *x, int32_t group, const fl_view *codes, const fl_view *scales, int64_t i0, int64_t i1);
     void (*dequantize)(const fl_view *codes, const fl_view *scales, int32_t group, const fl_view *out, int64_t i0, int64_t i1);
+    void (*route_topk)(const fl_route *r, const fl_view *logits, const float *bias, const fl_view *ids, const fl_view *weights,
+                       int64_t i0, int64_t i1, void *scratch); /* scratch: 16 bytes for each expert */
+    void (*add_weighted)(float *out, const float *y, float weight, int32_t n);
 } fl_kernels;
 
 int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim); /* bytes for one thread */

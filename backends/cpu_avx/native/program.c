@@ -5,6 +5,8 @@
 #include <math.h>
 #include <time.h>
 
+#include "moe.h"
+
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
     case FL_SYM_T:
@@ -225,6 +227,16 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         break;
     case FL_OP_DEQUANTIZE:
         k->dequantize(&v[0], &v[1], (int32_t)ins->i[0], &v[2], i0, i1);
+        break;
+    case FL_OP_ROUTE_TOPK: {
+        const int64_t *a = ins->i;
+        const fl_route route = {(int32_t)a[0], (int32_t)a[1], (int32_t)a[2], (int32_t)a[3],
+                                (int32_t)a[4], (int32_t)a[5], ins->f[0]};
+        k->route_topk(&route, &v[0], (const float *)v[1].p, &v[2], &v[3], i0, i1, scratch);
+        break;
+    }
+    case FL_OP_MOE:
+        fl_moe_run(p, ins, thread, threads, scratch);
         break;
     default:
         break;

@@ -1,4 +1,4 @@
-/* Declarations of the kernels of elementwise.c, rows.c and attention.c, for the table of their variant. */
+/* Declarations of the kernels of elementwise.c, rows.c, attention.c and moe.c, for the table of their variant. */
 #ifndef FL_OPS_H
 #define FL_OPS_H
 #include "../kernels.h"
@@ -19,6 +19,9 @@ void FL_NAME(fl_matmul)(const fl_view *a, const fl_view *b, const fl_view *out, 
 void FL_NAME(fl_quantize)(const fl_view *x, int32_t group, const fl_view *codes, const fl_view *scales, int64_t i0, int64_t i1);
 void FL_NAME(fl_dequantize)(const fl_view *codes, const fl_view *scales, int32_t group, const fl_view *out, int64_t i0,
                             int64_t i1);
+void FL_NAME(fl_route_topk)(const fl_route *r, const fl_view *logits, const float *bias, const fl_view *ids,
+                            const fl_view *weights, int64_t i0, int64_t i1, void *scratch);
+void FL_NAME(fl_add_weighted)(float *out, const float *y, float weight, int32_t n);
 void FL_NAME(fl_kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                           int64_t i1);
 void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t sequence, int32_t head, int64_t row0, int64_t row1,

@@ -24,4 +24,6 @@ const fl_kernels FL_NAME(fl_kernels) = {
     .matmul = FL_NAME(fl_matmul),
     .quantize = FL_NAME(fl_quantize),
     .dequantize = FL_NAME(fl_dequantize),
+    .route_topk = FL_NAME(fl_route_topk),
+    .add_weighted = FL_NAME(fl_add_weighted),
 };
