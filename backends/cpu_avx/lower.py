@@ -383,7 +383,7 @@ class _Lowering:
         self.emit("dequantize", views, accesses, ints=(attrs["group"],))
 
     def _op_route_topk(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
-        logits, bias, ids, weights = *inputs, *outputs
+        (logits, bias), (ids, weights) = inputs, outputs
         views = [matrix(logits), None if bias is None else vector(bias, "f32"), matrix(ids, ("i32",)), matrix(weights)]
         self.result.scratch_bytes = max(self.result.scratch_bytes, 16 * logits.tensor.shape[1])
         accesses = [self.rows(logits, False), self.rows(ids, True), self.rows(weights, True)]
