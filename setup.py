@@ -23,7 +23,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-ROOMS = {"core": "core", "models": "models", "formats": "formats", "text": "text", "backends": "backends"}
+ROOMS = {"core": "core", "models": "models", "formats": "formats", "text": "text", "backends": "backends", "conformance": "conformance"}
 PACKAGE_DIR = {"fastllm": "interface", **{f"fastllm.{name}": folder for name, folder in ROOMS.items()}}
 
 

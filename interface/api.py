@@ -6,6 +6,7 @@ is first used, so that importing the api loads no backend.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -47,21 +48,38 @@ from .core.errors import (
     UsageError,
 )
 from .core.graph import Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value, View
-from .core.ops import CATALOGUE, CORE_OPS, OPSET, PRIMITIVE_OPS, OpSpec
+from .core.ops import ACTIVATIONS, CATALOGUE, CORE_OPS, MASKS, OPSET, PRIMITIVE_OPS, OpSpec
 from .core.quant import FORMATS, QuantFormat
 from .core.weights import HostTensor
 
 if TYPE_CHECKING:
     from .backends.ref.backend import RefBackend as RefBackend
+    from .core.engine import Engine as Engine
+    from .core.executor import Executor as Executor
+    from .core.placement import Placement as Placement
+    from .core.plan import Plan as Plan
+    from .core.plan import StepLimits as StepLimits
+    from .core.planner import make_plan as make_plan
+    from .core.request import Request as Request
+    from .core.sampling import SamplingParams as SamplingParams
+    from .core.step import StepBatch as StepBatch
+    from .host import ModelInput as ModelInput
+    from .host import PluginFacts as PluginFacts
+    from .host import host_sample as host_sample
+    from .host import open_backend as open_backend
+    from .host import plugin_facts as plugin_facts
+    from .host import read_model as read_model
 
 hookimpl = pluggy.HookimplMarker("fastllm")
 """Marks the hook functions of a plug-in module (`fastllm_backends`, `fastllm_probe`, `fastllm_open_backend`, …)."""
 
 __all__ = [
+    "ACTIVATIONS",
     "API_VERSION",
     "CATALOGUE",
     "CORE_OPS",
     "FORMATS",
+    "MASKS",
     "OPSET",
     "PRIMITIVE_OPS",
     "Backend",
@@ -71,8 +89,10 @@ __all__ = [
     "CompileEnv",
     "DeviceInfo",
     "DeviceLost",
+    "Engine",
     "EngineError",
     "Event",
+    "Executor",
     "FastLLMError",
     "Graph",
     "GraphBuilder",
@@ -80,6 +100,7 @@ __all__ = [
     "KVSpec",
     "Limits",
     "MemoryInfo",
+    "ModelInput",
     "No",
     "Node",
     "OpFn",
@@ -88,13 +109,20 @@ __all__ = [
     "Option",
     "OutOfMemory",
     "PackedLayout",
+    "Placement",
+    "Plan",
+    "PluginFacts",
     "Program",
     "QuantFormat",
     "Ready",
     "RefBackend",
+    "Request",
+    "SamplingParams",
     "ShapeError",
     "SlotSpec",
+    "StepBatch",
     "StepDims",
+    "StepLimits",
     "Stream",
     "Tensor",
     "Unavailable",
@@ -107,14 +135,38 @@ __all__ = [
     "check_alloc",
     "cpu_quota",
     "hookimpl",
+    "host_sample",
+    "make_plan",
     "memory_limit",
+    "open_backend",
     "plain_bytes",
+    "plugin_facts",
+    "read_model",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "RefBackend":
-        from .backends.ref.backend import RefBackend
+_LAZY = {
+    "RefBackend": "backends.ref.backend",
+    "Engine": "core.engine",
+    "Executor": "core.executor",
+    "Placement": "core.placement",
+    "Plan": "core.plan",
+    "StepLimits": "core.plan",
+    "make_plan": "core.planner",
+    "Request": "core.request",
+    "SamplingParams": "core.sampling",
+    "StepBatch": "core.step",
+    "ModelInput": "host",
+    "PluginFacts": "host",
+    "host_sample": "host",
+    "open_backend": "host",
+    "plugin_facts": "host",
+    "read_model": "host",
+}
+"""Name -> module below fastllm that has it: loaded when first used, so that importing the api loads no backend and no engine."""
 
-        return RefBackend
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"fastllm.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'fastllm.api' has no attribute '{name}'")

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {"interface": "fastllm", **{room: f"fastllm/{room}" for room in ("core", "models", "formats", "text", "backends")}}
+ROOMS = {"interface": "fastllm", **{room: f"fastllm/{room}" for room in ("core", "models", "formats", "text", "backends", "conformance")}}
 NATIVE = {"fastllm/core/_kernels", "fastllm/backends/cpu_avx/_native"}
 SHIPPED = (".py", ".in", ".pyi", ".typed", ".json", ".toml")
 

@@ -374,7 +374,10 @@ def backend_list() -> str:
     return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in backend_specs()])
 
 
-COMMANDS = ("run", "server", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status")
+COMMANDS = (
+    "run", "server", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "conformance.run", "conformance.list", "conformance.verify",
+)  # fmt: skip
 
 PARTS: dict[str, Callable[[], str]] = {
     "families": families,

@@ -16,7 +16,7 @@ def main() -> None:
     TREE.mkdir(parents=True)
     for entry in (ROOT / "interface").iterdir():
         (TREE / entry.name).symlink_to(entry)
-    for room in ("core", "models", "formats", "text", "backends"):
+    for room in ("core", "models", "formats", "text", "backends", "conformance"):
         (TREE / room).symlink_to(ROOT / room)
 
 

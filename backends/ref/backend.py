@@ -88,6 +88,9 @@ class RefBackend(Backend):
         unknown = set(q.attrs) - set(spec.attrs)
         if unknown:
             return No(f"'{q.op}' has no attribute {', '.join(sorted(unknown))}")
+        for key, value in q.attrs.items():
+            if spec.attrs[key].choices and value not in spec.attrs[key].choices:
+                return No(f"'{q.op}': {key}={value!r} is not known")
         if q.op == "sample":
             return No("sampled on the host")
         bad = [d for d in q.dtypes if d not in (None, "f32", "i32", "i8", "kv", "slot")]

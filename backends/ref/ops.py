@@ -236,8 +236,8 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
 
 def _gelu(z: np.ndarray) -> np.ndarray:
     flat = z.reshape(-1)
-    erf = np.fromiter((math.erf(v / math.sqrt(2)) for v in flat.tolist()), np.float64, len(flat))
-    return (z * (0.5 * (1 + erf.reshape(z.shape)))).astype(F32)
+    tail = np.fromiter((math.erfc(-v / math.sqrt(2)) for v in flat.tolist()), np.float64, len(flat))  # 1 + erf would cancel below −5
+    return (z * (0.5 * tail.reshape(z.shape))).astype(F32)
 
 
 def _gelu_tanh(z: np.ndarray) -> np.ndarray:
@@ -256,7 +256,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def quantize(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """x [n, K] -> codes i8 [n, K], scales f32 [n, K/group]."""
-    parts = x.reshape(len(x), -1, group)
+    parts = x.reshape(len(x), x.shape[1] // group, group)
     scales = np.abs(parts).max(axis=-1) / F32(127)
     safe = np.where(scales > 0, scales, F32(1))
     codes = np.rint(parts / safe[..., None]).astype(np.int8)
@@ -265,4 +265,4 @@ def quantize(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
     """codes i8 [n, K], scales [n, K/group] -> f32 [n, K]."""
-    return (codes.reshape(len(codes), -1, group).astype(F32) * scales[..., None]).reshape(codes.shape)
+    return (codes.reshape(len(codes), codes.shape[1] // group, group).astype(F32) * scales[..., None]).reshape(codes.shape)

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": ("fastllm.cli.plan", "Show memory, placement and expected speed before loading."),
     "doctor": ("fastllm.cli.doctor", "Check this machine: CPU, memory, limits, backends."),
     "backends": ("fastllm.cli.backends", "List backends and say why one is not ready."),
+    "conformance": ("fastllm.cli.conformance", "Test a backend: is it right, and which level does it reach?"),
 }
 """name -> (module, one line of help): the help of the group is shown without importing any command."""
 

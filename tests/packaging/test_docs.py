@@ -95,7 +95,7 @@ def parse(words: list[str]) -> None:
 
 def source_text() -> str:
     """Everything that may read an environment variable."""
-    rooms = ("core", "models", "formats", "text", "backends", "interface")
+    rooms = ("core", "models", "formats", "text", "backends", "conformance", "interface")
     files = [p for room in rooms for p in (ROOT / room).rglob("*.py") if "__pycache__" not in p.parts]
     return "\n".join(p.read_text(encoding="utf-8") for p in [*files, ROOT / "setup.py"])
 

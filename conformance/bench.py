@@ -1,0 +1,326 @@
+"""The bench: runs one op on a backend as the executor would, with guards around everything.
+
+Every buffer has zones of 0xFF before and behind its data (NaN in f32 and f16, −1 in integers), and results are filled with 0xFF
+first: a read past an operand turns into NaN, a write past a result or an element that was left out is seen. Inputs must be
+unchanged, an op may allocate nothing, and memory must be back as it was. Weights come as the planner would bring them:
+packed where the backend gives a layout, else in the narrowest plain form without loss that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fastllm.api import CATALOGUE, OPSET, Backend, Buffer, HostTensor, KVSpec, No, OpQuery, PackedLayout, Stream, Tensor, Yes
+
+from . import blocks
+from .bounds import Numerics
+from .case import Failure, NotApplicable
+
+__all__ = ["Bench", "Cache", "In", "Operand", "Ran", "Weight", "query_for"]
+
+NUMPY: dict[str, Any] = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i8": np.int8, "f16": np.float16, "bf16": np.uint16}
+NARROW = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "mxfp4": ("bf16", "f32")}
+POISON = 0xFF
+
+
+@dataclass
+class In:
+    """A plain operand. lead: symbol of its leading dimension ("" if fixed); gap: elements between rows (a strided window);
+    start: elements before the first (a window that is not aligned)."""
+
+    array: np.ndarray
+    dtype: str = "f32"
+    lead: str = ""
+    gap: int = 0
+    start: int = 0
+
+
+@dataclass
+class Weight:
+    """A weight as a file has it: shape, format, bytes u8. kept: the form it must have on the device ("" : as the planner would)."""
+
+    shape: tuple[int, ...]
+    format: str
+    data: np.ndarray
+    kept: str = ""
+
+    def decode(self) -> np.ndarray:
+        """f64 values of `shape`, by the suite's own decoder."""
+        return blocks.decode(self.format, self.data, int(np.prod(self.shape))).reshape(self.shape)
+
+
+@dataclass
+class Cache:
+    """A paged key/value cache that lives on the device over several ops; made by `Bench.cache`."""
+
+    spec: KVSpec
+    block_size: int
+    num_blocks: int
+    tensor: Tensor | None = None
+    region: _Region | None = None
+
+
+Operand = In | Weight | Cache | None
+
+
+@dataclass
+class Ran:
+    """What became of an op. outs: downloaded results; native: the backend's own, without downloads."""
+
+    outs: list[np.ndarray]
+    yes: Yes
+    native: bool
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def numerics(self) -> Numerics:
+        """As the Yes declares them."""
+        y = self.yes
+        return Numerics(y.acc, y.act, y.weight, y.prob, y.angle)
+
+
+@dataclass
+class _Region:
+    """A buffer with its zones: data at `base`, `nbytes` long."""
+
+    buffer: Buffer
+    base: int
+    nbytes: int
+    before: np.ndarray  # u8, the whole buffer as it was uploaded
+
+
+class Bench:
+    """Operands and results of one open backend."""
+
+    def __init__(self, backend: Backend):
+        """backend: stays the caller's."""
+        self.backend = backend
+        self.stream: Stream = backend.new_stream()
+        self.functions = dict(backend.ops())
+        self.zone = max(256, backend.limits.alignment)
+        self.last: dict[str, np.ndarray] = {}
+
+    # memory ---------------------------------------------------------------------------------------------------------
+
+    def region(self, data: np.ndarray, kind: str) -> _Region:
+        """A guarded buffer that holds these bytes (u8)."""
+        align = self.backend.limits.alignment
+        whole = np.full(2 * self.zone + -(-max(data.nbytes, 1) // align) * align, POISON, np.uint8)
+        whole[self.zone : self.zone + data.nbytes] = data
+        buffer = self.backend.alloc(whole.nbytes, kind)
+        self.backend.upload(buffer, 0, memoryview(whole), self.stream)
+        self.stream.synchronize()
+        return _Region(buffer, self.zone, data.nbytes, whole)
+
+    def fetch(self, region: _Region) -> np.ndarray:
+        """The whole buffer, downloaded: u8."""
+        whole = np.empty(region.buffer.nbytes, np.uint8)
+        self.backend.download(memoryview(whole), region.buffer, 0, self.stream)
+        self.stream.synchronize()
+        return whole
+
+    def check_zones(self, region: _Region, what: str, op: str) -> np.ndarray:
+        """The data of a region. Raises Failure("guard") if a zone was written."""
+        now = self.fetch(region)
+        for name, part, first in (("before", slice(0, region.base), 0), ("behind", slice(region.base + region.nbytes, None), region.base + region.nbytes)):
+            changed = np.flatnonzero(now[part] != region.before[part])
+            if len(changed):
+                at = int(changed[0]) + first - region.base
+                raise Failure("guard", f"op '{op}' wrote {name} {what}: {len(changed)} bytes, first at byte {at} of {region.nbytes}")
+        return now[region.base : region.base + region.nbytes]
+
+    def cache(self, spec: KVSpec, block_size: int, num_blocks: int) -> Cache:
+        """A cache full of 0xFF: what nobody wrote is NaN. The caller closes `region.buffer`."""
+        per_block = self.backend.kv_block_bytes(spec, block_size)
+        region = self.region(np.full(per_block * num_blocks, POISON, np.uint8), "kv")
+        tensor = Tensor(
+            region.buffer, region.base, (), "kv", spec=spec, block_size=block_size, num_blocks=num_blocks, block_bytes=per_block
+        )
+        return Cache(spec, block_size, num_blocks, tensor, region)
+
+    # asking ---------------------------------------------------------------------------------------------------------
+
+    def layout(self, weight: Weight, op: str) -> PackedLayout | None:
+        """The packed form that the backend wants for a weight of one op."""
+        return self.backend.pack_layout(weight.shape, weight.format, frozenset({op}))
+
+    def ask(self, op: str, inputs: Sequence[Operand], attrs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Yes | No, list[str]]:
+        """The backend's answer as the planner would ask, and the form in which each operand is kept."""
+        kept = [_dtype(i) for i in inputs]
+        answer: Yes | No = self.backend.supports(query_for(op, inputs, kept, attrs, sizes))
+        for index, weight in enumerate(inputs):
+            if not isinstance(weight, Weight):
+                continue
+            packed = not weight.kept and self.layout(weight, op) is not None
+            forms = [weight.format] if packed else [weight.kept] if weight.kept else [*NARROW.get(weight.format, ()), "f32"]
+            for form in forms:
+                kept[index] = form
+                answer = self.backend.supports(query_for(op, inputs, kept, attrs, sizes))
+                if isinstance(answer, Yes):
+                    break
+        if not isinstance(answer, Yes | No):
+            raise Failure("honest", f"supports() answered {answer!r:.80} about '{op}', which is neither Yes nor No")
+        if isinstance(answer, No) and not answer.reason:
+            raise Failure("honest", f"supports() answered No about '{op}' without a reason")
+        return answer, kept
+
+    # running --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, op: str, inputs: Sequence[Operand], outs: Sequence[tuple[tuple[int, ...], str]], attrs: Mapping[str, Any] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Ran:  # fmt: skip
+        """Runs an op. outs: (shape, dtype) of each result. sizes: largest values of symbols (ctx, S, B …).
+
+        Raises NotApplicable if the backend says No, Failure for a broken guard, and what the op raises.
+        """
+        spec = CATALOGUE[op]
+        full = spec.complete_attrs(attrs or {})
+        operands = [*inputs, *[None] * (len(spec.inputs) - len(inputs))]
+        self.last = {n.rstrip("?"): o.array if isinstance(o, In) else o.data for n, o in zip(spec.inputs, operands, strict=True) if isinstance(o, In | Weight)}
+        answer, kept = self.ask(op, operands, full, sizes or {})
+        if isinstance(answer, No):
+            raise NotApplicable(f"{self.backend.name} answers No: {answer.reason}")
+        function = self.functions.get(answer.impl)
+        if function is None:
+            raise Failure("honest", f"supports() names '{answer.impl}' for '{op}', which is not in ops()")
+        used = self.backend.memory().used
+        with ExitStack() as stack:
+            regions: list[tuple[_Region, str, bool]] = []  # (region, what, may change)
+            tensors: list[Tensor | None] = []
+            for name, operand, form in zip(spec.inputs, operands, kept, strict=True):
+                tensors.append(self._place(stack, regions, name.rstrip("?"), operand, form, op))
+            results, places = [], []
+            for index, (shape, dtype) in enumerate(outs):
+                nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(NUMPY[dtype]).itemsize
+                region = self._keep(stack, np.full(nbytes, POISON, np.uint8), "scratch")
+                regions.append((region, f"result {index}", True))
+                places.append(region)
+                results.append(Tensor(region.buffer, region.base, shape, dtype))
+            workspace = None
+            if answer.workspace:
+                region = self._keep(stack, np.full(answer.workspace, POISON, np.uint8), "scratch")
+                regions.append((region, "the workspace", True))
+                workspace = Tensor(region.buffer, region.base, (answer.workspace,), "i8")
+            with self.watch() as seen:
+                out: Any = results[0] if len(results) == 1 else tuple(results)
+                function(*tensors, out=out, stream=self.stream, ws=workspace, **full)
+                self.stream.synchronize()
+            if seen["alloc"]:
+                raise Failure("guard", f"op '{op}' allocated {seen['alloc']} buffers; an op allocates nothing")
+            for region, what, may_change in regions:
+                data = self.check_zones(region, what, op)
+                if not may_change and not np.array_equal(data, region.before[region.base : region.base + region.nbytes]):
+                    raise Failure("guard", f"op '{op}' changed its input {what}")
+            arrays = [
+                self.fetch(region)[region.base : region.base + region.nbytes].view(NUMPY[dtype]).reshape(shape).copy()
+                for region, (shape, dtype) in zip(places, outs, strict=True)
+            ]
+        self.last |= {f"result{i}": a for i, a in enumerate(arrays)}
+        if self.backend.memory().used != used:
+            raise Failure("leak", f"op '{op}' left {self.backend.memory().used - used:,} bytes allocated")
+        inherited = answer.impl.startswith("ref.") and self.backend.name != "ref"
+        return Ran(arrays, answer, not inherited and not seen["download"], kept)
+
+    def _keep(self, stack: ExitStack, data: np.ndarray, kind: str) -> _Region:
+        region = self.region(data, kind)
+        stack.callback(region.buffer.close)
+        return region
+
+    def _place(self, stack: ExitStack, regions: list[Any], name: str, operand: Operand, form: str, op: str) -> Tensor | None:
+        if operand is None:
+            return None
+        if isinstance(operand, Cache):
+            assert operand.tensor is not None
+            return operand.tensor
+        if isinstance(operand, Weight):
+            layout = self.layout(operand, op) if not operand.kept else None
+            if layout is None:
+                values = operand.data if form == operand.format else blocks.encode_plain(form, operand.decode().astype(np.float32))
+                region = self._keep(stack, values, "weights")
+                regions.append((region, f"'{name}'", False))
+                return Tensor(region.buffer, region.base, operand.shape, form)
+            region = self._keep(stack, np.zeros(layout.nbytes, np.uint8), "weights")
+            host = HostTensor(name, operand.shape, operand.format, np.ascontiguousarray(operand.data))
+            self.backend.pack_weight(host, layout, region.buffer, region.base)
+            region.before[region.base : region.base + region.nbytes] = self.check_zones(region, f"'{name}' (packing)", op)
+            regions.append((region, f"'{name}'", False))
+            return Tensor(region.buffer, region.base, operand.shape, operand.format, packed=layout)
+        array = np.ascontiguousarray(operand.array, NUMPY[operand.dtype])
+        shape, size = array.shape, array.itemsize
+        width = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        row = width + operand.gap
+        wide = np.full((shape[0] * row + operand.start) * size, POISON, np.uint8)
+        if array.size:
+            window = wide[operand.start * size :].reshape(shape[0], row * size)
+            window[:, : width * size] = array.reshape(shape[0], -1).view(np.uint8)
+        region = self._keep(stack, wide, "scratch")
+        regions.append((region, f"'{name}'", False))
+        strides = None
+        if operand.gap:
+            inner = [int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(1, len(shape))]
+            strides = (row, *inner)
+        return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, strides)
+
+    @contextmanager
+    def watch(self) -> Iterator[dict[str, int]]:
+        """Counts allocations and downloads while an op runs."""
+        seen = {"alloc": 0, "download": 0}
+        backend: Any = self.backend
+        originals = {name: getattr(backend, name) for name in seen}
+
+        def counted(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                seen[name] += 1
+                return originals[name](*args, **kwargs)
+
+            return call
+
+        for name in seen:
+            setattr(backend, name, counted(name))
+        try:
+            yield seen
+        finally:
+            for name in seen:
+                delattr(backend, name)
+
+
+def _dtype(operand: Operand) -> str:
+    if operand is None:
+        return ""
+    return "kv" if isinstance(operand, Cache) else operand.format if isinstance(operand, Weight) else operand.dtype
+
+
+def query_for(op: str, inputs: Sequence[Operand], kept: Sequence[str], attrs: Mapping[str, Any], sizes: Mapping[str, int]) -> OpQuery:
+    """The planner's question about these operands: leading dimensions are symbols with a range from 0 to the case's size."""
+    spec = CATALOGUE[op]
+    dims: dict[str, tuple[int, int]] = {"T": (0, 0), "S": (0, 1), "R": (0, 1), "B": (0, 1), "ctx": (0, 1), "block_size": (64, 64)}
+    shapes: list[tuple[int | str, ...] | None] = []
+    specs: list[Any] = []
+    for operand in inputs:
+        specs.append(operand.spec if isinstance(operand, Cache) else None)
+        if operand is None:
+            shapes.append(None)
+        elif isinstance(operand, Cache):
+            shapes.append(())
+            dims["block_size"] = (operand.block_size, operand.block_size)
+        elif isinstance(operand, Weight):
+            shapes.append(operand.shape)
+        else:
+            lead = operand.lead
+            shape = operand.array.shape
+            shapes.append((lead, *shape[1:]) if lead else shape)
+            if lead in dims:
+                dims[lead] = (0, max(dims[lead][1], shape[0]))
+    if op == "attention":
+        shapes[5] = ("S", "B")
+    for symbol, largest in sizes.items():
+        dims[symbol] = (0, largest)
+    changed = {k: v for k, v in attrs.items() if v != spec.attrs[k].default}
+    assert spec.since <= OPSET
+    return OpQuery(op, tuple(k or None for k in kept), tuple(shapes), dims, changed, tuple(specs))

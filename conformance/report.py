@@ -1,0 +1,257 @@
+"""Reports: what a run saw, as JSON, JUnit XML, Markdown, one HTML file and an SVG badge; and `verify`, which checks a JSON report.
+
+`verify` recomputes counts and level from the cases, and makes the list of ids that belong to the suite's version and the level anew: a
+case that was dropped, added or turned around is found. It proves that a report is consistent, not that it is honest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+from fastllm.api import API_VERSION, OPSET, UsageError
+
+from .case import CaseResult
+from .levels import SUITE_VERSION, Standing, select, standing
+from .runner import Selection
+from .suite import all_cases
+
+__all__ = ["SCHEMA", "build_report", "kernel_hash", "markdown", "verify", "write_reports"]
+
+SCHEMA = 1
+COLOURS = {"": "#9f9f9f", "bronze": "#a97142", "silver": "#7f8c9b", "gold": "#c9a227"}
+
+
+def kernel_hash(folder: Path | None) -> str:
+    """SHA-256 over the sources of a backend's package: if they change, a report is of another backend. "" without a folder."""
+    if folder is None:
+        return ""
+    total = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".pyx", ".c", ".h", ".cl", ".cu", ".fl") and "__pycache__" not in p.parts):
+        total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def build_report(
+    results: Sequence[CaseResult], earned: Standing, selection: Selection, *, backend: str, command: str, seed: int, engine: str,
+    about: Mapping[str, Any], time_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The report as plain data. about: distribution, version, device, environment, execution, sources."""
+    return {
+        "schema": SCHEMA,
+        "suite": SUITE_VERSION,
+        "api": ".".join(map(str, API_VERSION)),
+        "opset": OPSET,
+        "engine": engine,
+        "backend": backend,
+        **about,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": command,
+        "seed": seed,
+        "asked": selection.level,
+        "quick": selection.quick,
+        "filters": {"op": list(selection.ops), "case": list(selection.cases)},
+        "time_s": round(time_s, 1),
+        "standing": earned.as_dict(),
+        "cases": [r.as_dict() for r in results],
+    }
+
+
+def write_reports(report: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes every form into a folder (made if need be); returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    forms = {
+        "conformance.json": json.dumps(report, indent=1, default=str) + "\n",
+        "junit.xml": junit(report),
+        "conformance.md": markdown(report),
+        "conformance.html": page(report),
+        "badge.svg": badge(report),
+    }
+    for name, text in forms.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in forms]
+
+
+def _by_op(report: Mapping[str, Any]) -> list[tuple[str, dict[str, int], float, set[str]]]:
+    """(op, counts, worst margin of the passed, implementations) in the order of the report."""
+    rows: dict[str, tuple[dict[str, int], list[float], set[str]]] = {}
+    for case in report["cases"]:
+        counts, margins, impls = rows.setdefault(case["op"], ({}, [0.0], set()))
+        counts[case["status"]] = counts.get(case["status"], 0) + 1
+        if case["status"] == "passed" and isinstance(case["margin"], int | float):
+            margins.append(case["margin"])
+        if case["impl"]:
+            impls.add(case["impl"])
+    return [(op, counts, max(margins), impls) for op, (counts, margins, impls) in rows.items()]
+
+
+def _counts_line(report: Mapping[str, Any]) -> str:
+    c = report["standing"]["counts"]
+    return f"{c['passed']} passed / {c['expected']} expected failures / {c['n/a']} n/a / {c['failed'] + c['not run']} failed"
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """For a repository's page."""
+    own = report["standing"]
+    lines = [
+        f"# Conformance of `{report['backend']}`: {own['level'] or 'no level'}",
+        "",
+        f"**{own['badge']}** · {_counts_line(report)}",
+        "",
+        f"- backend: {report['distribution']} {report['version']}, device {report['device']}, execution {report['execution']}",
+        f"- suite {report['suite']}, interface {report['api']}, opset {report['opset']}, engine {report['engine']}, {report['date']}, seed {report['seed']}",
+        f"- command: `{report['command']}` ({report['time_s']} s)",
+        "",
+        "| op | passed | expected | n/a | failed | worst margin | implementation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for op, counts, margin, impls in _by_op(report):
+        failed = counts.get("failed", 0) + counts.get("not run", 0)
+        cells = (op, counts.get("passed", 0), counts.get("expected", 0), counts.get("n/a", 0), failed, f"{margin:.2f}", ", ".join(sorted(impls)) or "–")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if own["reasons"]:
+        lines += ["", "## Why not more", "", *(f"- {_plain(r)}" for r in own["reasons"])]
+    bad = [c for c in report["cases"] if c["status"] in ("failed", "not run", "expected")]
+    if bad:
+        lines += ["", "## Failed", "", *(f"- `{c['id']}` ({c['status']}, {c['rule'] or 'not run'}): {_plain(c['message'])}" for c in bad[:200])]
+    skipped: dict[str, int] = {}
+    for case in report["cases"]:
+        if case["status"] == "n/a":
+            skipped[case["message"]] = skipped.get(case["message"], 0) + 1
+    if skipped:
+        lines += ["", "## Not applicable", "", *(f"- {_plain(reason)} ({count})" for reason, count in skipped.items())]
+    if report.get("perf"):
+        lines += ["", "## Speed", "", *perf_lines(report["perf"])]
+    return "\n".join(lines) + "\n"
+
+
+def perf_lines(perf: Mapping[str, Any]) -> list[str]:
+    """The table of `--perf`."""
+    head = ["| what | median | spread (IQR) | per second | of the roof |", "|---|---|---|---|---|"]
+    rows = [
+        f"| {row['name']} | {row['median_s'] * 1e6:,.1f} µs | {row['iqr_s'] * 1e6:,.1f} µs | {row['rate']} | {'–' if row['roof'] is None else format(row['roof'], '.0%')} |"
+        for row in perf["rows"]
+    ]
+    return [*head, *rows]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def junit(report: Mapping[str, Any]) -> str:
+    """JUnit XML: failures are failures, N/A and expected failures are skipped, with their reasons."""
+    cases = report["cases"]
+    failed = sum(c["status"] in ("failed", "not run") for c in cases)
+    skipped = sum(c["status"] in ("n/a", "expected") for c in cases)
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<testsuite name={quoteattr("conformance " + report["backend"])} tests="{len(cases)}" failures="{failed}" skipped="{skipped}" time="{report["time_s"]}">',
+    ]
+    for case in cases:
+        open_tag = f'<testcase classname={quoteattr("conformance." + case["group"])} name={quoteattr(case["id"])} time="{case["time_s"]:.3f}"'
+        text = escape(_clean(case["message"]))
+        if case["status"] in ("failed", "not run"):
+            lines.append(f'{open_tag}><failure type={quoteattr(case["rule"] or "not run")}>{text}</failure></testcase>')
+        elif case["status"] in ("n/a", "expected"):
+            lines.append(f"{open_tag}><skipped message={quoteattr(_clean(case['message']))}/></testcase>")
+        else:
+            lines.append(open_tag + "/>")
+    return "\n".join([*lines, "</testsuite>"]) + "\n"
+
+
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """One HTML file without anything from elsewhere."""
+    own, e = report["standing"], html.escape
+    rows = "".join(
+        f"<tr class={e(c['status'].replace('/', '').replace(' ', ''))}><td>{e(c['id'])}<td>{e(c['status'])}<td>{e(str(c['margin'] if c['margin'] is None or isinstance(c['margin'], str) else round(c['margin'], 3)))}<td>{e(c['impl'])}<td>{c['time_s']:.2f}<td>{e(c['message'])}</tr>"
+        for c in report["cases"]
+    )
+    ops = "".join(
+        f"<tr><td>{e(op)}<td>{n.get('passed', 0)}<td>{n.get('expected', 0)}<td>{n.get('n/a', 0)}<td>{n.get('failed', 0) + n.get('not run', 0)}<td>{m:.2f}<td>{e(', '.join(sorted(i)))}</tr>"
+        for op, n, m, i in _by_op(report)
+    )
+    reasons = "".join(f"<li>{e(r)}</li>" for r in own["reasons"])
+    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>Conformance of {e(report["backend"])}</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}}
+table{{border-collapse:collapse;width:100%;font-size:13px}}td,th{{border-bottom:1px solid #ddd;padding:.25em .5em;text-align:left;vertical-align:top;word-break:break-word}}
+.failed td,.notrun td{{background:#fdd}}.expected td{{background:#fed}}.na td{{color:#777}}h1 span{{color:{COLOURS[own["level"]]}}}
+@media(prefers-color-scheme:dark){{body{{background:#181818;color:#ddd}}td,th{{border-color:#444}}.failed td,.notrun td{{background:#622}}.expected td{{background:#540}}}}</style>
+<h1>{e(report["backend"])}: <span>{e(own["level"] or "no level")}</span></h1>
+<p><b>{e(own["badge"])}</b> · {e(_counts_line(report))}</p>
+<p>{e(report["distribution"])} {e(report["version"])} · {e(report["device"])} · execution {e(report["execution"])} · suite {report["suite"]} · interface {e(report["api"])} ·
+engine {e(report["engine"])} · {e(report["date"])} · seed {report["seed"]}<br><code>{e(report["command"])}</code></p>
+<ul>{reasons}</ul>
+<table><tr><th>op<th>passed<th>expected<th>n/a<th>failed<th>worst margin<th>implementation</tr>{ops}</table>
+<h2>Cases</h2><table><tr><th>id<th>status<th>margin<th>implementation<th>s<th>message</tr>{rows}</table></html>
+"""
+
+
+def badge(report: Mapping[str, Any]) -> str:
+    """An SVG badge."""
+    own = report["standing"]
+    left, right = "fastllm", own["badge"] + (f" · {report['verified']}" if report.get("verified") else "")
+    a, b = 8 * len(left) + 12, round(6.6 * len(right)) + 14
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{a + b}" height="20" role="img" aria-label="{escape(left)}: {escape(right)}">'
+        f'<rect width="{a}" height="20" fill="#444"/><rect x="{a}" width="{b}" height="20" fill="{COLOURS[own["level"]]}"/>'
+        f'<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11"><text x="6" y="14">{escape(left)}</text>'
+        f'<text x="{a + 6}" y="14">{escape(right)}</text></g></svg>\n'
+    )
+
+
+def verify(path: str | Path) -> list[str]:
+    """What is wrong with a JSON report; [] if it is consistent. Raises UsageError for something that is no report of this suite."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", who=str(path), fix="name a conformance.json") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}", who=str(path)) from None
+    needed = {"schema", "suite", "asked", "quick", "filters", "standing", "cases", "opset", "api"}
+    if not isinstance(report, dict) or not needed <= set(report) or report["schema"] != SCHEMA:
+        raise UsageError(f"{path} is not a conformance report of schema {SCHEMA}", who=str(path))
+    if report["suite"] != SUITE_VERSION:
+        raise UsageError(f"{path} is of suite {report['suite']}; this is suite {SUITE_VERSION}", who=str(path), fix="verify it with the engine that made it")
+    try:
+        results = [CaseResult.from_dict(c) for c in report["cases"]]
+        selection = Selection(report["asked"], bool(report["quick"]), tuple(report["filters"]["op"]), tuple(report["filters"]["case"]))
+        claimed = report["standing"]
+        wanted = {c.id: c for c in select(all_cases().values(), selection.level, selection.quick)}
+    except (TypeError, ValueError, KeyError) as error:
+        return [f"a part cannot be read: {error}"]
+    wrong = []
+    ids = [r.id for r in results]
+    own = [i for i in ids if not i.startswith(("vendor/", "expected/"))]
+    if len(set(ids)) != len(ids):
+        wrong.append("a case is listed twice")
+    if selection.ops or selection.cases:
+        wrong += [f"there is no case '{i}'" for i in own if i not in all_cases()]
+    else:
+        wrong += [f"case '{i}' is missing" for i in wanted if i not in set(own)]
+        wrong += [f"case '{i}' does not belong to {selection.level}" for i in own if i not in wanted]
+    for result in results:
+        case = all_cases().get(result.id)
+        if case is not None and (case.level, case.required, case.op) != (result.level, result.required, result.op):
+            wrong.append(f"case '{result.id}' is {case.level}, required {case.required}; the report says {result.level}, {result.required}")
+        if result.required and result.status == "n/a":
+            wrong.append(f"case '{result.id}' is required and cannot be n/a")
+        if result.status == "passed" and result.margin is not None and not result.margin <= 1:
+            wrong.append(f"case '{result.id}' passed with a margin of {result.margin}")
+    if not results:
+        wrong.append("the report has no cases")
+    earned = standing(results, selection.level, whole=selection.whole, tolerated=bool(report.get("tolerance"))).as_dict()
+    for key in ("level", "counts", "native", "native_of", "badge"):
+        if claimed.get(key) != earned[key]:
+            wrong.append(f"{key} is {claimed.get(key)!r}; the cases give {earned[key]!r}")
+    return wrong

@@ -1,0 +1,100 @@
+"""One conformance run from start to end: choose, run, apply expected failures, judge the level. Behind the command and
+`check_backend`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastllm.api import plugin_facts
+
+from .case import DEFAULT_SEED, CaseResult, Requirements
+from .expected import apply_expected, read_expected
+from .levels import Standing, standing
+from .report import build_report, kernel_hash
+from .runner import Job, Selection, cases_for, choose, run_cases
+from .session import Target
+
+__all__ = ["Run", "RunOptions", "run_suite"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run and how. expected: a conformance.toml; None: the one in the vendor's package, if there is one."""
+
+    target: Target
+    selection: Selection = field(default_factory=Selection)
+    seed: int = DEFAULT_SEED
+    jobs: int = 2
+    stop: bool = False
+    dump: str | None = None
+    expected: str | Path | None = None
+    command: str = ""
+
+
+@dataclass
+class Run:
+    """A run's results, standing and report."""
+
+    results: list[CaseResult]
+    earned: Standing
+    report: dict[str, Any]
+
+    @property
+    def met(self) -> bool:
+        """True if the asked level was reached; of a filtered run, if nothing failed."""
+        if self.report["quick"] or any(self.report["filters"].values()):
+            return not any(r.status in ("failed", "not run") for r in self.results)
+        return self.earned.level == self.report["asked"]
+
+
+def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lambda result: None) -> Run:
+    """Runs it. Raises UsageError for a selection that matches nothing, and the loader's errors for a backend that does not open."""
+    start = time.perf_counter()
+    target = options.target
+    facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
+    requirements = facts.requirements if isinstance(facts.requirements, Requirements) else Requirements()
+    chosen = choose(options.selection, cases_for(target, options.seed).values())
+    job = Job(target, options.seed, options.jobs, options.stop, options.dump, requirements)
+    found = run_cases(job, chosen, progress)
+    path = options.expected
+    if path is None and facts.package_folder is not None and (facts.package_folder / "conformance.toml").is_file():
+        path = facts.package_folder / "conformance.toml"
+    if path is not None:
+        found = apply_expected(found, read_expected(path), facts.version, whole=options.selection.whole)
+    earned = standing(found, options.selection.level, whole=options.selection.whole, tolerated=bool(requirements.tolerance))
+    about: Mapping[str, Any] = {
+        "distribution": facts.distribution, "version": facts.version, "device": facts.device, "environment": dict(facts.environment),
+        "options": dict(target.options), "execution": "emulated" if requirements.emulated else "device" if "cpu" not in target.name and target.name != "ref" else "cpu",
+        "sources": kernel_hash(facts.package_folder), "tolerance": {k: list(v) for k, v in requirements.tolerance.items()},
+    }  # fmt: skip
+    report = build_report(
+        found, earned, options.selection, backend=target.name, command=options.command, seed=options.seed, engine=_engine(), about=about,
+        time_s=time.perf_counter() - start,
+    )  # fmt: skip
+    return Run(found, earned, report)
+
+
+def _engine() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fastllm-engine")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check(options: RunOptions) -> Sequence[CaseResult]:
+    """`run_suite`, with an error of the backend as a failed result."""
+    try:
+        return run_suite(options).results
+    except Exception as error:
+        name = options.target.name
+        why = getattr(error, "why", "")
+        message = f"{type(error).__name__}: {error}" + (f" ({why})" if why else "")
+        return [CaseResult(f"backend/-/-/{name}/opens#contract", "backend", "contract", options.selection.level, True, "failed", "contract", message)]
+
+

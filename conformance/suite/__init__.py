@@ -1,0 +1,26 @@
+"""The cases, one module per group. `all_cases()` lists every case of the suite; the list depends on nothing but this version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ..case import Case
+
+__all__ = ["all_cases"]
+
+
+@lru_cache(maxsize=1)
+def all_cases() -> dict[str, Case]:
+    """id -> case, in running order. Raises ValueError for an id that is used twice."""
+    from . import attention, contract, determinism, elementwise, honesty, linear, memory, norms, sampling
+
+    found: dict[str, Case] = {}
+    parts: Iterable[Iterable[Case]] = (
+        module.cases() for module in (linear, norms, elementwise, attention, memory, sampling, honesty, contract, determinism)
+    )
+    for case in (c for part in parts for c in part):
+        if case.id in found:
+            raise ValueError(f"two cases are called '{case.id}'")
+        found[case.id] = case
+    return found

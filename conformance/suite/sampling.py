@@ -1,0 +1,87 @@
+"""sample: the id that the rule gives, exactly. A backend that answers No leaves it to the host, and the host's sampler is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from fastllm.api import No, host_sample
+
+from .. import oracle
+from ..bench import In
+from ..case import Case, Failure, Outcome
+from ..numbers import Numbers
+from ..session import Session
+from .common import bind
+
+__all__ = ["cases"]
+
+PARAMETERS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "hot": {"temperature": 5.0},
+    "cold": {"temperature": 0.05},
+    "top_k": {"top_k": 3},
+    "top_k1": {"top_k": 1},
+    "top_k_all": {"top_k": 10**6},
+    "top_p": {"top_p": 0.6},
+    "top_p0": {"top_p": 0.0},
+    "min_p": {"min_p": 0.3},
+    "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "greedy_top_k": {"temperature": 0.0, "top_k": 2, "top_p": 0.5},
+}
+
+
+def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, rows: int, name: str, data: str) -> Outcome:
+    logits = numbers.normal(rows, vocabulary) * np.float32(3)
+    if data == "ties":
+        logits = np.round(logits)
+    if data == "equal":
+        logits[...] = 1.5
+    if data == "bad":
+        logits[0, vocabulary // 2], logits[1, 0] = np.nan, np.inf
+        logits[2, :] = -np.inf
+    p = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **PARAMETERS[name]}
+    u = np.array([(0.0, 1 - 2.0**-53, *numbers.uniform(rows))[r] if data == "ends" else numbers.uniform(1)[0] for r in range(rows)])
+    adjust: list[list[tuple[int, float, float, float]]] = [[] for _ in range(rows)]
+    if data == "adjusted":
+        for r in range(rows):
+            best = int(logits[r].argmax())
+            adjust[r] = [(best, -math.inf if r % 2 else -5.0, 1.3, 0.5), ((best + 1) % vocabulary, 2.0, 1.0, 0.0)]
+    wanted = [oracle.sample(logits[r], float(u[r]), p["temperature"], int(p["top_k"]), p["top_p"], p["min_p"], adjust[r]) for r in range(rows)]
+    flat = [entry for row in adjust for entry in row]
+    arrays: dict[str, tuple[np.ndarray, str, str]] = {
+        "u": (u, "f64", "R"), **{n: (np.full(rows, p[n], np.int32 if n == "top_k" else np.float32), "i32" if n == "top_k" else "f32", "R") for n in ("temperature", "top_k", "top_p", "min_p")},
+        "adjust_start": (np.cumsum([0, *map(len, adjust)]).astype(np.int32), "i32", "R+1"),
+        "adjust_ids": (np.array([e[0] for e in flat], np.int32), "i32", "A"),
+        **{n: (np.array([e[i + 1] for e in flat], np.float32), "f32", "A") for i, n in enumerate(("adjust_bias", "adjust_repeat", "adjust_sub"))},
+    }  # fmt: skip
+    operands = [In(logits, "f32", "R"), *(In(a, d, lead) for a, d, lead in arrays.values())]
+    bench = session.bench
+    answer, _ = bench.ask("sample", operands, {}, {"A": len(flat)})
+    if isinstance(answer, No):
+        found, impl, native = host_sample(logits, **{n: a for n, (a, _, _) in arrays.items()}), "host", None
+    else:
+        ran = bench.run("sample", operands, [((rows,), "i32")], {}, {"A": len(flat)})
+        found, impl, native = ran.outs[0], ran.yes.impl, ran.native
+    if found.tolist() != wanted:
+        r = next(i for i in range(rows) if int(found[i]) != wanted[i])
+        raise Failure("exact", f"{impl}: row {r} (u = {u[r]:.6g}, {name}) gives id {int(found[r])} instead of {wanted[r]}", impl=impl, native=native)
+    return Outcome(impl=impl, native=native)
+
+
+def cases() -> Iterator[Case]:
+    """Every parameter alone and combined; ties, equal logits, both ends of u, adjustments, rows without a finite logit."""
+    for vocabulary in (1, 2, 257, 32000):
+        for name in PARAMETERS if vocabulary == 257 else ("greedy", "plain", "all"):
+            for data in ("normal", "ties", "ends") if vocabulary <= 257 else ("normal",):
+                case_id = f"sample/f32/row/r{9 if vocabulary < 1000 else 2}-v{vocabulary}/{name}.{data}#exact"
+                rows = 9 if vocabulary < 1000 else 2
+                yield Case(case_id, "sample", "sample", bind(_sample, case_id, vocabulary, rows, name, data), required=True, quick=vocabulary == 257 and data == "ties")
+    for name, data in (("plain", "equal"), ("greedy", "equal"), ("top_k", "equal"), ("all", "adjusted"), ("greedy", "adjusted"), ("plain", "bad"), ("greedy", "bad")):
+        case_id = f"sample/f32/row/r5-v33/{name}.{data}#exact"
+        yield Case(case_id, "sample", "sample", bind(_sample, case_id, 33, 5, name, data), required=True, quick=data != "equal")
+    case_id = "sample/f32/row/r0-v8/plain.none#exact"
+    yield Case(case_id, "sample", "sample", bind(_sample, case_id, 8, 0, "plain", "normal"), required=True)

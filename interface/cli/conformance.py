@@ -1,0 +1,144 @@
+"""`fastllm conformance`: is a backend right, how is that known, and does the suite itself still see faults?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["conformance_command"]
+
+
+@click.group("conformance")
+def conformance_command() -> None:
+    """Test a backend against the oracle, verify a report, test the suite itself."""
+
+
+_backend = (
+    click.option("--backend", required=True, metavar="NAME[:DEVICE]", help="Backend to test; `fastllm backends list` shows them."),
+    click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated."),
+    click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
+    click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file."),
+)
+_common = (
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+)
+
+
+def _with(*groups: Any) -> Any:
+    def decorate(command: Any) -> Any:
+        for option in reversed([o for group in groups for o in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> Any:
+    from ..conformance.session import Target
+    from .options import parse_pairs
+
+    return Target(backend, parse_pairs(pairs), None if plugins_file is None else str(plugins_file), tuple(str(p) for p in plugin_paths))
+
+
+@conformance_command.command("run")
+@click.option("--level", type=click.Choice(["bronze", "silver", "gold"]), default="bronze", show_default=True, help="Level to reach.")
+@click.option("--quick", is_flag=True, help="One case of each kind, under a minute; earns no level.")
+@click.option("--op", "ops", metavar="GLOB", multiple=True, help="Only cases of these ops; may be repeated.")
+@click.option("--case", "cases", metavar="ID", multiple=True, help="Only this case, or those that match; may be repeated.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the data.")
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
+@click.option("--fail-fast", "-x", is_flag=True, help="Stop at the first failure.")
+@click.option("--dump", type=click.Path(file_okay=False), help="Folder for operands and results of failed cases (.npz).")
+@click.option("--report-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, JUnit, Markdown, HTML and the badge.")
+@click.option("--expected", type=click.Path(dir_okay=False), help="A conformance.toml.  [default: the one in the vendor's package]")
+@click.option("--quiet", "-q", is_flag=True, help="No line per failed case on stderr.")
+@_with(_backend, _common)
+def run_command(
+    backend: str, backend_opt: tuple[str, ...], plugins_file: Path | None, plugin_paths: tuple[Path, ...], level: str, quick: bool,
+    ops: tuple[str, ...], cases: tuple[str, ...], seed: int, jobs: int, fail_fast: bool, dump: str | None, report_dir: Path | None,
+    expected: str | None, quiet: bool, as_json: bool, debug: bool,
+) -> int:  # fmt: skip
+    """Run the suite on a backend and say which level it reaches.
+
+    Exit code 0 only if the level is met; of a part (--quick, --op, --case), if nothing failed.
+    """
+    from ..conformance.report import write_reports
+    from ..conformance.run import RunOptions, run_suite
+    from ..conformance.runner import Selection
+    from .terminal import escape_controls, say
+
+    def progress(result: Any) -> None:
+        if not quiet and result.status in ("failed", "not run"):
+            say(escape_controls(f"{result.status}: {result.id}  [{result.rule}] {result.message}"))
+
+    command = "fastllm conformance " + " ".join(_quoted(a) for a in _typed())
+    options = RunOptions(
+        _target(backend, backend_opt, plugins_file, plugin_paths), Selection(level, quick, ops, cases), seed, jobs, fail_fast, dump, expected, command
+    )
+    run = run_suite(options, progress)
+    files = [str(p) for p in write_reports(run.report, report_dir)] if report_dir is not None else []
+    if as_json:
+        click.echo(json.dumps(run.report, indent=1, default=str))
+    else:
+        counts = run.report["standing"]["counts"]
+        click.echo(run.earned.badge())
+        click.echo(f"{counts['passed']} passed / {counts['expected']} expected failures / {counts['n/a']} n/a / {counts['failed'] + counts['not run']} failed  ({run.report['time_s']} s)")
+        for reason in run.earned.reasons[:5]:
+            click.echo(escape_controls(reason))
+        for file in files:
+            click.echo(f"written: {file}")
+    return 0 if run.met else 1
+
+
+def _typed() -> list[str]:
+    """The arguments behind `conformance`, as the report quotes them."""
+    arguments = sys.argv[1:]
+    return arguments[arguments.index("conformance") + 1 :] if "conformance" in arguments else ["run"]
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)
+
+
+@conformance_command.command("list")
+@click.option("--level", type=click.Choice(["bronze", "silver", "gold"]), default="gold", show_default=True, help="Cases up to this level.")
+@click.option("--quick", is_flag=True, help="Only those of --quick.")
+@click.option("--op", "ops", metavar="GLOB", multiple=True, help="Only cases of these ops.")
+@click.option("--case", "cases", metavar="ID", multiple=True, help="Only cases that match.")
+@_with(_common)
+def list_command(level: str, quick: bool, ops: tuple[str, ...], cases: tuple[str, ...], as_json: bool, debug: bool) -> None:
+    """List the cases of the suite."""
+    from ..conformance.runner import Selection, choose
+    from ..conformance.suite import all_cases
+
+    chosen = choose(Selection(level, quick, ops, cases), all_cases().values())
+    if as_json:
+        click.echo(json.dumps([{"id": c.id, "op": c.op, "group": c.group, "level": c.level, "required": c.required, "quick": c.quick} for c in chosen], indent=1))
+        return
+    for case in chosen:
+        click.echo(case.id)
+
+
+@conformance_command.command("verify")
+@click.argument("report", type=click.Path(dir_okay=False))
+@_with(_common)
+def verify_command(report: str, as_json: bool, debug: bool) -> int:
+    """Check that a report is consistent: counts, level, and no case dropped or added."""
+    from ..conformance.report import verify
+    from .terminal import escape_controls
+
+    wrong = verify(report)
+    if as_json:
+        click.echo(json.dumps({"report": report, "verified": not wrong, "wrong": wrong}, indent=1))
+    else:
+        for line in wrong:
+            click.echo(escape_controls(line))
+        click.echo(f"{report}: {'does not verify' if wrong else 'consistent'}")
+    return 1 if wrong else 0

@@ -1,0 +1,110 @@
+"""What the conformance suite needs of the engine, as plain functions that `fastllm.api` exports: backends by name, models from files,
+and the host's sampler. Nothing here knows a backend; `fastllm.api` loads this module when one of its names is first used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .core.backend import Backend, BackendSpec
+    from .core.model import ModelDef
+    from .core.weights import TensorSource
+    from .formats import ModelFiles
+
+__all__ = ["ModelInput", "PluginFacts", "host_sample", "open_backend", "plugin_facts", "read_model"]
+
+
+def _registry(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> Any:
+    from .core.plugins import BackendRegistry
+
+    return BackendRegistry(None if plugins_file is None else Path(plugins_file), tuple(Path(p) for p in plugin_paths))
+
+
+def open_backend(
+    name: str, options: Mapping[str, str] | None = None, *, plugins_file: str | os.PathLike[str] | None = None,
+    plugin_paths: Sequence[str | os.PathLike[str]] = (),
+) -> tuple[Backend, BackendSpec]:  # fmt: skip
+    """Opens NAME[:DEVICE] by the same door as every run. options: `key=value` pairs. Raises the loader's errors; the caller closes."""
+    registry = _registry(plugins_file, plugin_paths)
+    selection = registry.select(name)
+    return registry.open(selection, options or {}), selection.spec
+
+
+@dataclass(frozen=True)
+class PluginFacts:
+    """What a plug-in says about itself, for reports: its distribution and version, device, environment, requirements and own cases."""
+
+    name: str
+    distribution: str
+    version: str
+    device: str
+    environment: Mapping[str, str]
+    requirements: Any
+    cases: Sequence[Any]
+    package_folder: Path | None
+
+
+def plugin_facts(
+    name: str, *, plugins_file: str | os.PathLike[str] | None = None, plugin_paths: Sequence[str | os.PathLike[str]] = ()
+) -> PluginFacts:
+    """Facts about the plug-in of NAME[:DEVICE]. Raises the loader's errors."""
+    registry = _registry(plugins_file, plugin_paths)
+    selection = registry.select(name)
+    state = registry.state(selection.name)
+    device = next((d for d in state.devices if d.id == selection.device), None)
+    label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
+    return PluginFacts(
+        selection.name, state.distribution, state.version, label, registry.environment(selection.name), registry.requirements(selection.name),
+        registry.conformance_cases(selection.name), _folder(state.module),
+    )  # fmt: skip
+
+
+def _folder(module: str) -> Path | None:
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+@dataclass
+class ModelInput:
+    """A model from files, not yet planned: definition (graph, weight references), tensors by name. `close` unmaps the files."""
+
+    definition: ModelDef
+    tensors: Mapping[str, TensorSource]
+    files: ModelFiles
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.files.close()
+
+
+def read_model(path: str | os.PathLike[str], context: int | None = None) -> ModelInput:
+    """Opens a model's files and builds its graph. Raises ModelFileError or UnsupportedError."""
+    from . import models
+    from .formats import open_model
+
+    files = open_model(Path(path))
+    try:
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=context)
+    except BaseException:
+        files.close()
+        raise
+    return ModelInput(definition, files.tensors, files)
+
+
+def host_sample(logits: np.ndarray, **arrays: Any) -> np.ndarray:
+    """The engine's sampler: i32 [R] from logits f32 [R, V] and the step's sampler arrays."""
+    from .core import _kernels
+
+    return _kernels.sample(np.ascontiguousarray(logits, np.float32), **arrays)
