@@ -1,0 +1,193 @@
+"""Reasoning, content and tool calls out of a model's text, however it arrives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastllm.text.output import FORMATS, REASONING, OutputParser, detect_format, detect_reasoning, json_end, starts_in_reasoning
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}}}
+TOOLS = {"weather": WEATHER, "clock": {"type": "object", "properties": {}}}
+ONE = {"city": 'São "Paulo"', "days": 3, "deep": {"a": [1, {"b": "}]"}]}}
+J = json.dumps(ONE, ensure_ascii=False)
+# name -> (text with two calls around content, expected content before, after)
+DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+XML = '<parameter=city>\nSão "Paulo"\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=deep>\n' + json.dumps(ONE["deep"]) + "\n</parameter>\n"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+GLM = f'<arg_key>city</arg_key>\n<arg_value>São "Paulo"</arg_value>\n<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>deep</arg_key><arg_value>{json.dumps(ONE["deep"])}</arg_value>'
+MM = f'<parameter name="city">São "Paulo"</parameter><parameter name="days">3</parameter><parameter name="deep">{json.dumps(ONE["deep"])}</parameter>'
+TEXTS = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n<tool_call>{{"name": "clock", "arguments": {{}}}}</tool_call>',
+    "qwen3-coder": f"<tool_call>\n<function=weather>\n{XML}</function>\n</tool_call>\n<tool_call><function=clock></function></tool_call>",
+    "llama3-json": f'<|python_tag|>{{"name": "weather", "parameters": {J}}}; {{"name": "clock", "parameters": {{}}}}',
+    "llama-pythonic": f"<|python_start|>[weather(city='São \"Paulo\"', days=3, deep={ONE['deep']!r}), clock()]<|python_end|>",
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {J}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "deepseek-v3": f"{DS[0]}{DS[1]}function{DS[2]}weather\n```json\n{J}\n```{DS[3]}\n{DS[1]}clock{DS[2]}{{}}{DS[3]}{DS[4]}",
+    "glm4.5": f"<tool_call>weather\n{GLM}\n</tool_call>\n<tool_call>clock</tool_call>",
+    "kimi-k2": f"{KIMI}{J}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax": f'<minimax:tool_call>\n<invoke name="weather">{MM}</invoke>\n<invoke name="clock"></invoke>\n</minimax:tool_call>',
+    "phi": f'functools[{{"name": "weather", "arguments": {J}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {J}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "gpt-oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{J}<|call|>"
+    "<|start|>assistant<|channel|>commentary to=functions.clock<|message|>{}<|call|>",
+}
+OTHER = {
+    "minimax": f'<tool_calls>\n{{"name": "weather", "arguments": {J}}}\n{{"name": "clock", "arguments": {{}}}}\n</tool_calls>',
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{J}[TOOL_CALLS]clock[ARGS]{{}}",
+    "phi": f'<|tool_call|>[{{"name": "weather", "arguments": {J}}}, {{"name": "clock", "arguments": {{}}}}]<|/tool_call|>',
+    "llama3-json": f'{{"name": "weather", "parameters": {J}}}\n; {{"name": "clock", "parameters": {{}}}}',
+    "llama-pythonic": f"[weather(city='São \"Paulo\"', days=3, deep={ONE['deep']!r}), clock()]",
+}
+ALL = [*TEXTS.items(), *OTHER.items()]
+
+
+def parse(text, name=None, sizes=None, reasoning=None, **options):
+    """(reasoning, content, calls) of a text that arrives in pieces of these sizes, then whole."""
+    parser = OutputParser(REASONING.get(reasoning), FORMATS.get(name), tools=TOOLS, **options)
+    deltas, at = [], 0
+    for size in sizes or []:
+        deltas += parser.feed(text[at : at + size])
+        at += size
+    deltas += parser.feed(text[at:]) + parser.finish()
+    for delta in deltas:
+        assert bool(delta.reasoning) + bool(delta.content) + (delta.call is not None) == 1
+    calls = [d.call for d in deltas if d.call]
+    assert [c.index for c in calls] == list(range(len(calls)))
+    return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), [(c.name, json.loads(c.arguments)) for c in calls]
+
+
+CALLS = [("weather", ONE), ("clock", {})]
+
+
+@pytest.mark.parametrize(("name", "text"), ALL)
+def test_calls_of_every_family(name, text):
+    assert parse(text, name) == ("", "", CALLS)
+    assert parse(text, name, [1] * len(text)) == ("", "", CALLS)
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, t) for n, t in ALL if not (FORMATS[n].at_start and t[0] in "[{")])
+def test_content_before_a_call_is_content_without_the_blank(name, text):
+    assert parse("I will look.\n\n" + text, name, [3] * 20) == ("", "I will look.", CALLS)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.sampled_from(ALL), st.lists(st.integers(1, 9), max_size=60), st.sampled_from(["", "Well: ", "  "]), st.sampled_from(["", "<", " done", "\n"]))
+def test_pieces_change_nothing(case, sizes, before, after):
+    name, text = case
+    whole = parse(before + text + after, name)
+    assert parse(before + text + after, name, sizes) == whole
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(
+    st.sampled_from([*FORMATS, None]),
+    st.sampled_from([None, "think", "mistral", "gpt-oss"]),
+    st.lists(st.sampled_from(["<tool_call>", "{", '"name"', "}", "[", "]", "<think>", "</think>", "a", " ", "\n", "[TOOL_CALLS]", "functools[", "<", "t", "<|", "weather("]), max_size=14),
+    st.lists(st.integers(1, 5), max_size=30),
+)
+def test_text_that_holds_no_call_is_conserved(name, reasoning, parts, sizes):
+    text = "".join(parts)
+    thought, content, calls = parse(text, name, sizes, reasoning, strip=False)
+    assert calls == []
+    markers = [] if reasoning is None else [REASONING[reasoning].opening, REASONING[reasoning].closing]
+    rest = thought + content
+    if not any(m in text for m in markers):
+        assert (content if reasoning is None else rest) == text
+    else:
+        assert sorted(rest) == sorted(_without_markers(text, REASONING[reasoning]))
+
+
+def _without_markers(text, form):
+    """The text without the markers that open and close reasoning, found one after the other."""
+    out, inside = "", False
+    while text:
+        marker = form.closing if inside else form.opening
+        at = text.find(marker)
+        if at < 0:
+            return out + text
+        out, text, inside = out + text[:at], text[at + len(marker) :], not inside
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": '),
+        ("hermes", "<tool_call>{bad json}</tool_call>"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a"}} </tool_call>'),
+        ("qwen3-coder", "<tool_call><function=weather><parameter=city>x"),
+        ("qwen3-coder", "<tool_call>weather</tool_call>"),
+        ("llama3-json", '{"no": "call"}'),
+        ("llama3-json", "{ this is a set }"),
+        ("llama-pythonic", "[1, 2, 3]"),
+        ("llama-pythonic", "[weather('positional')]"),
+        ("llama-pythonic", "[see(1) the note]"),
+        ("mistral", "[TOOL_CALLS]{}"),
+        ("deepseek-v3", DS[0] + "nothing"),
+        ("glm4.5", "<tool_call>not a name!</tool_call>"),
+        ("kimi-k2", "<|tool_calls_section_begin|>x"),
+        ("minimax", "<tool_calls>\nx\n</tool_calls>"),
+        ("phi", "functools[]"),
+        ("granite", "<|tool_call|>[1]"),
+    ],
+)
+def test_what_is_no_call_comes_back_as_content(name, text):
+    assert parse("See: " + text if text[0] not in "[{" else text, name, [2] * len(text), strip=False) == ("", ("See: " if text[0] not in "[{" else "") + text, [])
+
+
+def test_deep_nesting_is_content_and_quick():
+    text = "<tool_call>" + "[" * 100_000
+    assert parse(text, "hermes", [5000] * 20, strip=False) == ("", text, [])
+    text = "[" + "(" * 5000
+    assert parse(text, "llama-pythonic", [500] * 10, strip=False)[1] == text
+
+
+def test_reasoning():
+    assert parse("<think>hm\n</think>\n\nYes.", reasoning="think") == ("hm\n", "Yes.", [])
+    assert parse("hm</think>Yes.", reasoning="think", in_reasoning=True) == ("hm", "Yes.", [])
+    assert parse("only thinking", reasoning="think", in_reasoning=True) == ("only thinking", "", [])
+    assert parse("a </thin", reasoning="think", in_reasoning=True) == ("a </thin", "", [])
+    assert parse("no <thin ice", reasoning="think") == ("", "no <thin ice", [])
+    text = "<think>call it</think>\n" + TEXTS["hermes"]
+    assert parse(text, "hermes", [4] * 100, reasoning="think") == ("call it", "", CALLS)
+    inside = "<think>" + TEXTS["hermes"] + "</think>ok"
+    assert parse(inside, "hermes", reasoning="think") == (TEXTS["hermes"], "ok", [])  # thoughts call nothing
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + TEXTS["gpt-oss"]
+    assert parse(text, "gpt-oss", [3] * 90, reasoning="gpt-oss") == ("hm", "", CALLS)
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert parse(text, "gpt-oss", [3] * 90, reasoning="gpt-oss") == ("hm", "Yes.", [])
+
+
+def test_a_prompt_tells_where_the_answer_starts():
+    think = REASONING["think"]
+    assert starts_in_reasoning("<|assistant|><think>\n", think)
+    assert not starts_in_reasoning("<think>old</think>answer<|user|>next<|assistant|>", think)
+    assert not starts_in_reasoning("<|assistant|><think>\n\n</think>\n\n", think)
+
+
+def test_templates_tell_the_format():
+    assert detect_format("{{ '<tool_call>' }}") == "hermes"
+    assert detect_format("<tool_call><function=example>") == "qwen3-coder"
+    assert detect_format("<tool_call>{{ x }}<arg_key>") == "glm4.5"
+    assert detect_format("[TOOL_CALLS]") == "mistral"
+    assert detect_format("{{ messages }}") is None
+    assert detect_format(None) is None
+    assert detect_reasoning("…<think>…") == "think"
+    assert detect_reasoning("[THINK]") == "mistral"
+    assert detect_reasoning("plain") is None
+    assert detect_reasoning(None) is None
+
+
+def test_json_ends():
+    assert json_end('{"a": "}\\"]"} x', 0) == 13
+    assert json_end("[1, [2", 0) is None
+    assert json_end("", 0) is None
+    for bad in ("x", "[}", '{"a": ]'):
+        with pytest.raises(ValueError, match="character"):
+            json_end(bad, 0)

@@ -1,0 +1,205 @@
+"""OutputParser: a model's text, as it is generated, in parts.
+
+    reasoning  ── closing marker ──▶  content  ── call marker ──▶  call region  ── complete ──▶  content
+        ▲                                │
+        └──────── opening marker ────────┘
+
+Text leaves only when it can no longer change: what may be the start of a marker is held back. Conservation: every character fed comes
+out in exactly one of reasoning, content and calls, or belongs to a marker; a start of a marker that is none is content, and so is a call
+region that turns out to hold no call, or that the answer's end cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .formats import CallFormat, Tools
+from .reasoning import ReasoningFormat
+
+__all__ = ["Call", "Delta", "OutputParser"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A complete call. index: 0, 1, … in order of the answer; arguments: JSON text of an object."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece: exactly one of reasoning, content and call is set."""
+
+    reasoning: str = ""
+    content: str = ""
+    call: Call | None = None
+
+
+class OutputParser:
+    """One answer. reasoning, calls: the model's formats, None: it has none (its markers are then text). tools: name -> schema of the
+    parameters, for forms that write values as plain text. in_reasoning: the prompt ends inside of reasoning. strip: white space around calls
+    and after reasoning is markup, not content."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None = None,
+        calls: CallFormat | None = None,
+        *,
+        tools: Tools | None = None,
+        in_reasoning: bool = False,
+        strip: bool = True,
+    ):
+        self._reasoning, self._calls, self._tools, self._strip = reasoning, calls, tools or {}, strip
+        self._state = "reasoning" if in_reasoning and reasoning is not None else "content"
+        self._text = ""  # not handed out yet
+        self._started = False  # content has left, or a call was read: a format without markers cannot begin any more
+        self._skip_blank = False  # after a marker
+        self._blank = ""  # white space after content, which is markup if a call follows
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """The next text; returns what can no longer change."""
+        self._text += text
+        out: list[Delta] = []
+        while self._advance(out):
+            pass
+        return out
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended: everything that was held back, in order."""
+        out: list[Delta] = []
+        while self._text:
+            if self._state == "call":
+                if not self._read_call(out, final=True):
+                    self._give_up(out)
+            elif self._state == "reasoning":
+                out.append(Delta(reasoning=self._text))
+                self._text = ""
+            else:
+                self._content(out, self._text, last=True)
+                self._text = ""
+            while self._text and self._advance(out):
+                pass
+        if self._blank:
+            self._blank_out(out)
+        return _merged(out)
+
+    # states -----------------------------------------------------------------------------------------------------------
+
+    def _advance(self, out: list[Delta]) -> bool:
+        """One move; False: more text is needed."""
+        if not self._text:
+            return False
+        if self._state == "call":
+            return self._read_call(out)
+        if self._state == "reasoning":
+            assert self._reasoning is not None
+            return self._until([self._reasoning.closing], out)
+        return self._until(self._content_markers(), out)
+
+    def _content_markers(self) -> list[str]:
+        markers = [] if self._reasoning is None else [self._reasoning.opening]
+        if self._calls is not None:
+            bare = [m for m in self._calls.markers if len(m) == 1]
+            markers += [*(m for m in self._calls.markers if m not in bare), *self._calls.dropped]
+            if self._calls.at_start and not self._started and self._text.lstrip()[:1] in bare:
+                markers.append(self._text.lstrip()[0])
+        return markers
+
+    def _until(self, markers: Sequence[str], out: list[Delta]) -> bool:
+        """Hands out text up to the first marker, and enters it; or all but what may be a marker's start."""
+        found = min(((at, -len(m), m) for m in markers if (at := self._text.find(m)) >= 0), default=None)
+        if found is None:
+            keep = max((_overlap(self._text, m) for m in markers), default=0)
+            ready, self._text = self._text[: len(self._text) - keep], self._text[len(self._text) - keep :]
+            self._give(ready, out)
+            return False
+        at, _, marker = found
+        self._give(self._text[:at], out)
+        if self._reasoning is not None and self._state == "reasoning":
+            self._text, self._state, self._skip_blank = self._text[at + len(marker) :], "content", self._strip
+        elif self._reasoning is not None and marker == self._reasoning.opening:
+            self._text, self._state = self._text[at + len(marker) :], "reasoning"
+        elif self._calls is not None and marker in self._calls.dropped:
+            self._text = self._text[at + len(marker) :]
+        else:
+            self._text, self._state = self._text[at:], "call"
+        return True
+
+    def _read_call(self, out: list[Delta], final: bool = False) -> bool:
+        assert self._calls is not None
+        try:
+            read = self._calls.read(self._text, self._tools, final)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._give_up(out)
+            return True
+        if read is None:
+            return False
+        calls, length = read
+        self._text, self._state, self._skip_blank = self._text[length:], "content", self._strip
+        self._blank = ""  # it stood before a call
+        self._started = True
+        for call in calls:
+            out.append(Delta(call=Call(self.num_calls, call.name, call.arguments)))
+            self.num_calls += 1
+        return True
+
+    def _give_up(self, out: list[Delta]) -> None:
+        """The region is no call: its first character is content, and what follows is looked at again."""
+        first, self._text, self._state = self._text[0], self._text[1:], "content"
+        self._started = True
+        self._content(out, first)
+
+    def _give(self, text: str, out: list[Delta]) -> None:
+        if not text:
+            return
+        if self._state == "reasoning":
+            out.append(Delta(reasoning=text))
+        else:
+            self._content(out, text)
+
+    def _content(self, out: list[Delta], text: str, last: bool = False) -> None:
+        if self._skip_blank:
+            text = text.lstrip()
+            if not text:
+                return
+            self._skip_blank = False
+        if self._strip and self._calls is not None and not last:
+            body = text.rstrip()
+            if not body:
+                self._blank += text
+                return
+            text, self._blank = self._blank + body, text[len(body) :]
+        else:
+            text, self._blank = self._blank + text, ""
+        if text.strip():
+            self._started = True
+        if text:
+            out.append(Delta(content=text))
+
+    def _blank_out(self, out: list[Delta]) -> None:
+        out.append(Delta(content=self._blank))
+        self._blank = ""
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How many characters at the text's end may be the start of a marker."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def _merged(out: list[Delta]) -> list[Delta]:
+    """Neighbours of one kind as one."""
+    merged: list[Delta] = []
+    for delta in out:
+        last = merged[-1] if merged else None
+        if last is not None and last.call is None and delta.call is None and bool(last.content) == bool(delta.content):
+            merged[-1] = Delta(last.reasoning + delta.reasoning, last.content + delta.content)
+        else:
+            merged.append(delta)
+    return merged
