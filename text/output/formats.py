@@ -60,7 +60,7 @@ def _arguments(value: Any) -> str:
 def _call(value: Any, keys: tuple[str, ...] = ("arguments", "parameters")) -> ParsedCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("a call without a name")
-    found = next((value[k] for k in keys if k in value), {})
+    found: Any = next((value[k] for k in keys if k in value), {})
     return ParsedCall(value["name"], _arguments(found))
 
 
@@ -109,7 +109,8 @@ def _read_qwen3_coder(text: str, tools: Tools, final: bool) -> tuple[list[Parsed
     at = _skip(text, len("<tool_call>"))
     head = _FUNCTION.match(text, at)
     if head is None:
-        return _incomplete(text, at, "<function=", ">")
+        _check_start(text[at:], "<function=", ">")
+        return None
     name, at = head[1], head.end()
     properties = _properties(tools, name)
     arguments: dict[str, Any] = {}
@@ -128,12 +129,10 @@ def _read_qwen3_coder(text: str, tools: Tools, final: bool) -> tuple[list[Parsed
     return None if end_call is None else ([ParsedCall(name, json.dumps(arguments, ensure_ascii=False))], end_call)
 
 
-def _incomplete(text: str, at: int, opening: str, closing: str) -> None:
-    """None while the text may still become `opening … closing`. Raises ValueError otherwise."""
-    rest = text[at:]
-    if opening.startswith(rest) or (rest.startswith(opening) and closing not in rest and "<" not in rest[1:]):
-        return
-    raise ValueError(f"no {opening}…{closing}")
+def _check_start(text: str, opening: str, closing: str) -> None:
+    """Raises ValueError unless the text may still become `opening … closing`."""
+    if not (opening.startswith(text) or (text.startswith(opening) and closing not in text and "<" not in text[1:])):
+        raise ValueError(f"no {opening}…{closing}")
 
 
 def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
