@@ -24,13 +24,17 @@ from ..core.errors import (
     SwitchedOff,
     UnsupportedMedia,
 )
+from . import info
 from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
 from .gate import Gate, Visit, send_error, send_json
 from .generation import Generation, Writer
+from .messages import PING as MESSAGES_PING
+from .messages import MessagesWriter
 from .openapi import describe
 from .prepare import Prepared
+from .responses import ResponsesWriter
 from .runtime import Runtime
 from .sse import STREAM_HEADERS, Outbox, Receive, Scope, Send, wait_for_disconnect
 
@@ -39,12 +43,25 @@ __all__ = ["ROUTES", "make_app"]
 ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("POST", "/v1/chat/completions", "Answer a conversation.", {"body": "chat", "stream": True}),
     ("POST", "/v1/completions", "Continue texts or token ids.", {"body": "completion", "stream": True}),
+    ("POST", "/v1/responses", "OpenAI's Responses; nothing is stored.", {"body": "responses", "stream": True}),
+    ("GET", "/v1/responses/{response_id}", "404: nothing is stored.", {}),
+    ("DELETE", "/v1/responses/{response_id}", "404: nothing is stored.", {}),
+    ("POST", "/v1/messages", "Anthropic's Messages.", {"body": "messages", "stream": True}),
+    ("POST", "/v1/messages/count_tokens", "Tokens that the conversation takes.", {"body": "count"}),
+    ("POST", "/v1/chat/completions/input_tokens", "Tokens that the conversation takes.", {"body": "input_tokens"}),
+    ("POST", "/apply-template", "The exact prompt that the model's template makes of a conversation.", {"body": "template"}),
+    ("POST", "/tokenize", "Token ids of a text or a conversation.", {"body": "tokenize"}),
+    ("POST", "/detokenize", "The text of token ids.", {"body": "detokenize"}),
+    ("GET", "/tokenizer_info", "Special tokens and size of the vocabulary.", {}),
     ("GET", "/v1/models", "The models that answer.", {}),
     ("GET", "/v1/models/{model_id:path}", "One model.", {}),
     ("GET", "/live", "200 while the process answers.", {}),
     ("GET", "/health", "503 while the model loads, when no step has ended for 60 s, and when the engine has failed.", {}),
     ("GET", "/ready", "200 if a new request would be taken now.", {}),
     ("GET", "/metrics", "Prometheus metrics.", {"media": "text/plain"}),
+    ("GET", "/props", "What the model is, and the default of each setting.", {}),
+    ("GET", "/v1/requests", "With --dev: requests that run, without their texts.", {}),
+    ("POST", "/v1/cancel", "With --dev: cancels a request by its id.", {"body": "cancel"}),
     ("GET", "/openapi.json", "This description.", {}),
 )
 """Method, path, what it does, and for the description: the kind of its body, whether it streams, its media type."""
@@ -52,6 +69,8 @@ ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 WRITERS: Final[dict[str, tuple[str, Callable[[Identity, Generation], Writer]]]] = {
     "chat": ("chatcmpl-", ChatWriter),
     "completion": ("cmpl-", CompletionWriter),
+    "responses": ("resp_", ResponsesWriter),
+    "messages": ("msg_", MessagesWriter),
 }
 """Kind of a request -> prefix of its id, and who words its answers."""
 
@@ -174,11 +193,11 @@ def make_app(runtime: Runtime) -> Gate:
         async def handler(request: Request) -> Response:
             pool = runtime.check_open()
             body = await read_body(request, settings.max_body, settings.body_pause_s)
-            ready = await pool.prepare(kind, body)
+            ready: Prepared = await pool.prepare(kind, body)
             del body
-            pool = runtime.check_open()
+            runtime.check_open()
             visit: Visit = request.scope["visit"]
-            generation = Generation(runtime, ready, visit.request_id, Outbox() if ready.stream else None)
+            generation = Generation(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
             prefix, writer = WRITERS[kind]
             generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
             generation.submit()
@@ -186,6 +205,45 @@ def make_app(runtime: Runtime) -> Gate:
             return Reply(runtime, generation, reply_headers(ready, generation.seed))
 
         return handler
+
+    def make_outbox(kind: str) -> Outbox:
+        return Outbox(ping=MESSAGES_PING) if kind == "messages" else Outbox()
+
+    def prepares(kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            pool = runtime.check_open()
+            body = await read_body(request, settings.max_body, settings.body_pause_s)
+            return Response(await pool.prepare(kind, body), media_type="application/json")
+
+        return handler
+
+    async def not_stored(request: Request) -> Response:
+        raise NotFound("no response is stored here", fix="send the whole conversation as input")
+
+    async def tokenizer_info(request: Request) -> Response:
+        return JSONResponse(info.tokenizer(runtime.model))
+
+    async def props(request: Request) -> Response:
+        return JSONResponse(info.props(runtime))
+
+    async def requests(request: Request) -> Response:
+        check_dev()
+        return JSONResponse({"object": "list", "data": info.requests(runtime)})
+
+    async def cancel(request: Request) -> Response:
+        check_dev()
+        body = await read_body(request, settings.max_body, settings.body_pause_s)
+        wanted = info.cancel_id(body)
+        found = [generation for generation, _ in runtime.active if generation.request_id == wanted]
+        if not found:
+            raise NotFound("no request of this id runs", fix="GET /v1/requests lists them")
+        for generation in found:
+            generation.fail(Cancelled("the request was cancelled by /v1/cancel"))
+        return JSONResponse({"id": wanted, "cancelled": True})
+
+    def check_dev() -> None:
+        if not settings.dev:
+            raise NotFound("there is no such route", fix="start the server with --dev")
 
     async def live(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -209,7 +267,8 @@ def make_app(runtime: Runtime) -> Gate:
         from datetime import UTC, datetime
 
         created = datetime.fromtimestamp(int(runtime.started_at), UTC).isoformat().replace("+00:00", "Z")
-        return {"type": "model", "id": name, "display_name": name, "created_at": created}
+        limits = {"max_input_tokens": runtime.model.context, "max_tokens": runtime.model.context}
+        return {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active", **limits}
 
     async def models(request: Request) -> Response:
         if "anthropic-version" in request.headers:
@@ -234,6 +293,18 @@ def make_app(runtime: Runtime) -> Gate:
     handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/chat/completions": generates("chat"),
         "/v1/completions": generates("completion"),
+        "/v1/responses": generates("responses"),
+        "/v1/responses/{response_id}": not_stored,
+        "/v1/messages": generates("messages"),
+        "/v1/messages/count_tokens": prepares("count"),
+        "/v1/chat/completions/input_tokens": prepares("input_tokens"),
+        "/apply-template": prepares("template"),
+        "/tokenize": prepares("tokenize"),
+        "/detokenize": prepares("detokenize"),
+        "/tokenizer_info": tokenizer_info,
+        "/props": props,
+        "/v1/requests": requests,
+        "/v1/cancel": cancel,
         "/v1/models": models,
         "/v1/models/{model_id:path}": model,
         "/live": live,

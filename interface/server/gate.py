@@ -37,6 +37,7 @@ __all__ = ["MAX_CONNECTIONS", "PUBLIC", "Gate", "Visit", "send_error", "send_jso
 
 PUBLIC: Final = frozenset({"/live", "/health", "/ready"})
 MAX_CONNECTIONS: Final = 1024
+ALIASES: Final = {"/response": "/v1/responses"}  # without /v1 -> the route
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _METHODS: Final = "GET, POST, OPTIONS"
 
@@ -141,6 +142,7 @@ class Gate:
             path = path[len(root) :] or "/"
         if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
             path = path[:-1]
+        path = ALIASES.get(path.removeprefix("/v1"), path)
         forms = [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]
         for form in forms:
             found = [methods for pattern, methods, _ in self._routes if pattern.match(form)]

@@ -9,11 +9,12 @@ between text and writer (tool calls, reasoning) belongs into `Answer.feed`; cons
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
 from ..core.request import Request, RequestHandle, Timings, TokenEvent, TokenLogprobs
@@ -84,6 +85,15 @@ class Writer(Protocol):
         """The whole answer."""
 
 
+class _Entry(NamedTuple):
+    """Log-probabilities of a token, its bytes, and the characters of the answer that it begins and ends in."""
+
+    logprobs: TokenLogprobs
+    raw: bytes
+    start: int
+    end: int
+
+
 class Answer:
     """One choice of one prompt: its text as it becomes certain.
 
@@ -101,8 +111,9 @@ class Answer:
         self.finish_reason: str | None = None
         self.stopped: str | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._entries: deque[tuple[TokenLogprobs, int]] = deque()  # with the bytes of their tokens; not sent yet
-        self._ahead = 0  # bytes of text that were sent and whose tokens were not
+        self._entries: deque[_Entry] = deque()  # not sent yet
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoded = self._released = 0  # characters of the tokens so far, and of the text that was given out
 
     @property
     def text(self) -> str:
@@ -120,8 +131,7 @@ class Answer:
             if event.finish_reason != "stop" and token < self._tokenizer.vocab_size:
                 text = self._detokenizer.push(token)
                 if event.logprob is not None:
-                    size = len(self._tokenizer.decode_bytes(token, skip_special=self._ready.skip_special))
-                    self._entries.append((TokenLogprobs(token, event.logprob, event.top_logprobs or ()), size))
+                    self._note(TokenLogprobs(token, event.logprob, event.top_logprobs or ()))
         reason = event.finish_reason
         if self._detokenizer.stopped is None and reason is not None:
             text += self._detokenizer.finish()
@@ -136,18 +146,27 @@ class Answer:
             self.parts.append(text)
         return text, self._due(text) if self._entries else []
 
+    def _note(self, logprobs: TokenLogprobs) -> None:
+        """Remembers a token's log-probabilities until its characters have been given out."""
+        raw = self._tokenizer.decode_bytes(logprobs.token_id, skip_special=self._ready.skip_special)
+        broken = bool(self._utf8.getstate()[0]) and not (raw[:1] and 0x80 <= raw[0] < 0xC0)  # the U+FFFD belongs to the token before
+        start = self._decoded + broken
+        self._decoded += len(self._utf8.decode(raw))
+        half = bool(self._utf8.getstate()[0])  # it ends inside of a character
+        self._entries.append(_Entry(logprobs, raw, start, self._decoded + half))
+
     def _due(self, text: str) -> list[tuple[TokenLogprobs, int | None]]:
-        """Log-probabilities of the tokens whose bytes have all been given out; at a stop text also of the one that it cuts."""
-        self._ahead += len(text.encode("utf-8", "replace"))
+        """Log-probabilities of the tokens whose characters have all been given out; at a stop text also of the one that it cuts."""
+        self._released += len(text)
         due: list[tuple[TokenLogprobs, int | None]] = []
         whole = self.finish_reason is not None and self.stopped is None
-        while self._entries and (self._entries[0][1] <= self._ahead or whole):
-            entry, size = self._entries.popleft()
-            self._ahead -= size
-            due.append((entry, None))
+        while self._entries and (self._entries[0].end <= self._released or whole):
+            due.append((self._entries.popleft().logprobs, None))
         if self.stopped is not None and self._entries:
-            if self._ahead > 0:
-                due.append((self._entries[0][0], self._ahead))
+            first = self._entries[0]
+            if first.start < self._released:
+                kept = first.raw.decode("utf-8", "replace")[: self._released - first.start]
+                due.append((first.logprobs, min(len(kept.encode()), len(first.raw))))
             self._entries.clear()
         return due
 
@@ -167,8 +186,8 @@ class Generation:
         self._send = None if outbox is None else outbox.write
         merged = ready.params.merged_with(runtime.defaults)
         self.seed = effective_seed(merged)
-        self._params = replace(merged, seed=self.seed)
-        self.n = self._params.n or 1
+        self.params = replace(merged, seed=self.seed)
+        self.n = self.params.n or 1
         self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
         self._handles: list[RequestHandle] = []
         self._left = len(ready.prompts)
@@ -183,7 +202,7 @@ class Generation:
         engine = self._runtime.model.engine
         try:
             for number, prompt in enumerate(self.ready.prompts):
-                request = Request(prompt, self._params, end_ids, self.request_id, self.ready.salt, stream=stream_id(number, 0))
+                request = Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream_id(number, 0))
                 self._handles.append(engine.submit(request, self._on_event(number)))
         except BaseException as error:
             self.cancelled = True
@@ -292,6 +311,14 @@ class Generation:
             self.fail(
                 Unavailable(f"the request has waited for {limit:g} s", fix="try again later", retry_after_s=max(1, min(60, round(limit))))
             )
+
+    def state(self) -> str:
+        """queued, running, paused or done."""
+        if self.done.is_set():
+            return "done"
+        if self.outbox is not None and self.outbox.paused_at is not None:
+            return "paused"
+        return "queued" if all(handle.waiting for handle in self._handles) else "running"
 
     def usage(self) -> Usage:
         """Tokens and times; final once it is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -60,9 +61,10 @@ def describe(app: FastAPI) -> dict[str, Any]:
         if body:
             reference = {"$ref": f"#/components/schemas/{BODIES[body].__name__}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-        if "{model_id}" in path:
-            operation["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if found := re.search(r"{(\w+)}", path):
+            operation["parameters"] = [{"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}]
         for method in route.methods:  # type: ignore[attr-defined]
+            operation = {**operation, "operationId": f"{method.lower()}_{operation['operationId']}"}
             paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -76,7 +78,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _of_get(path: str) -> tuple[str, ...]:
-    return ("401", "403", "503") + (("404",) if "{" in path else ()) + (("501",) if path == "/metrics" else ())
+    return ("401", "403", "503") + (("404",) if "{" in path or path == "/v1/requests" else ()) + (("501",) if path == "/metrics" else ())
 
 
 def _answer(extra: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from ..core import errors
 from ..core.errors import EngineError, FastLLMError, TemplateError, Unavailable
-from .prepare import Prepared
 from .preparer import HEAD, unpack_prepared
 
 __all__ = ["PreparerPool"]
@@ -98,8 +97,9 @@ class PreparerPool:
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             raise Unavailable("no preparation process can be started", why=type(error).__name__, fix="look at the server's log") from error
 
-    async def prepare(self, kind: str, body: bytes) -> Prepared:
-        """What `prepare.prepare` makes of a body. Raises its errors, TemplateError if it takes too long, Unavailable."""
+    async def prepare(self, kind: str, body: bytes) -> Any:
+        """What `kinds.prepare` makes of a body: a Prepared, or the bytes of an answer. Raises its errors, TemplateError if it takes too
+        long, Unavailable."""
         if self._waiting >= MAX_WAITING:
             raise Unavailable("too many requests are being read", fix="try again later", retry_after_s=1)
         self._waiting += 1
@@ -109,7 +109,7 @@ class PreparerPool:
         finally:
             self._waiting -= 1
 
-    async def _prepare(self, kind: str, body: bytes) -> Prepared:
+    async def _prepare(self, kind: str, body: bytes) -> Any:
         process = self._idle.pop() if self._idle else await self._new()
         done = False
         try:
@@ -128,7 +128,7 @@ class PreparerPool:
                     process.kill()
         if "error" in header:
             raise _rebuilt(header["error"])
-        return unpack_prepared(header["ok"], data)
+        return data if header["ok"].get("raw") else unpack_prepared(header["ok"], data)
 
     @property
     def pids(self) -> list[int]:

@@ -8,7 +8,7 @@ A route of another interface (`responses`, `messages`) turns its body into that 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +21,16 @@ from ..formats.json_text import parse_json
 from ..text import ChatTemplate, RenderedPrompt, Tokenizer
 from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Sampling
 
-__all__ = ["Kitchen", "Prepared", "prepare"]
+__all__ = [
+    "Kitchen",
+    "Prepared",
+    "chat",
+    "check_body",
+    "explain",
+    "prepare_chat",
+    "prepare_completion",
+    "render_text",
+]
 
 
 @dataclass
@@ -99,7 +108,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     try:
         checked: Body = BODIES[kind].model_validate(body)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error) from None
     ready.ignored += [name for name in checked.model_extra or {} if body[name] is not None]
     if kitchen.strict and ready.ignored:
         name = ready.ignored[0]
@@ -110,7 +119,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     return checked
 
 
-def _explain(error: ValidationError) -> InvalidRequest:
+def explain(error: ValidationError) -> InvalidRequest:
     """The first fault of a body, with the path of the field."""
     faults = error.errors(include_url=False, include_context=False, include_input=True)
     first = faults[0]
@@ -213,6 +222,12 @@ def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/chat/completions."""
     ready = Prepared()
     body: ChatBody = check_body(kitchen, "chat", raw, ready)
+    chat(kitchen, body, ready)
+    return ready
+
+
+def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared) -> None:
+    """Fills `ready` from a chat, which may be one of another interface in this one's words."""
     asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
     if asked == 0:
         raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
@@ -224,13 +239,7 @@ def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
             f"response_format of type {kind!r} is not supported by this server", who="response_format", fix='{"type": "text"}', param="response_format"
         )
     ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    add_prompt(kitchen, ready, render_chat(kitchen, body), asked)
-    return ready
-
-
-def render_chat(kitchen: Kitchen, body: ChatBody) -> list[int]:
-    """Token ids of the conversation, by the model's template."""
-    return kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts)
+    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts), asked)
 
 
 def render_text(kitchen: Kitchen, body: ChatBody) -> RenderedPrompt:
@@ -244,8 +253,14 @@ def render_text(kitchen: Kitchen, body: ChatBody) -> RenderedPrompt:
             "continue_final_message and add_generation_prompt exclude each other", who="continue_final_message", param="continue_final_message"
         )
     kwargs = dict(body.chat_template_kwargs or {})
-    if "chat_template" in kwargs:
-        raise InvalidRequest("the template is the model's", who="chat_template_kwargs", fix="leave it out", param="chat_template_kwargs")
+    for name in kwargs:
+        if name not in template.variables or name in ("messages", "tools", "add_generation_prompt", "chat_template"):
+            raise InvalidRequest(
+                f"chat_template_kwargs has {name!r:.80}, which this model's template does not take from there",
+                who="chat_template_kwargs",
+                fix="leave it out",
+                param="chat_template_kwargs",
+            )
     if body.reasoning_effort is not None:
         if "reasoning_effort" not in template.variables:
             raise InvalidRequest(
@@ -345,9 +360,3 @@ def encode_prompt(kitchen: Kitchen, prompt: Any) -> list[int]:
     return list(prompt)
 
 
-KINDS: dict[str, Callable[[Kitchen, bytes], Prepared]] = {"chat": prepare_chat, "completion": prepare_completion}
-
-
-def prepare(kitchen: Kitchen, kind: str, raw: bytes) -> Prepared:
-    """What the body of this kind asks for. Raises a FastLLMError that names the field."""
-    return KINDS[kind](kitchen, raw)

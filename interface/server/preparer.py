@@ -77,7 +77,7 @@ def _open(settings: dict[str, Any]) -> Any:
 def main() -> None:
     """Serves until the parent closes the socket."""
     from ..core.errors import FastLLMError, OutOfMemory
-    from .prepare import prepare
+    from .kinds import prepare
 
     with socket.socket(fileno=int(sys.argv[1])) as stream:
         try:
@@ -90,7 +90,8 @@ def main() -> None:
                 body = _receive(stream, length)
                 try:
                     try:
-                        header, data = pack_prepared(prepare(kitchen, kind, body))
+                        made = prepare(kitchen, kind, body)
+                        header, data = ({"raw": True}, made) if isinstance(made, bytes) else pack_prepared(made)
                     except MemoryError:
                         raise OutOfMemory("there is not enough memory to prepare this request", fix="send less") from None
                 except FastLLMError as error:

@@ -172,6 +172,23 @@ class Runtime:
         if self.pool is not None:
             self.pool.close()
 
+    def origins(self) -> dict[str, Any]:
+        """Each sampling default: its value, and who says so."""
+        from ..core.sampling import BUILT_IN
+
+        model = self.model
+        said = model.planned.files.generation_config
+        found = {}
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if getattr(self._flags, name) is not None:
+                origin = "option"
+            elif said.get(name) is not None or (name == "temperature" and said.get("do_sample") is False):
+                origin = "generation_config.json"
+            else:
+                origin = "built in"
+            found[name] = {"value": getattr(self.defaults.merged_with(BUILT_IN), name), "origin": origin}
+        return found
+
     def info(self) -> dict[str, Any]:
         """`meta` of the model's entry in /v1/models."""
         planned = self.model.planned

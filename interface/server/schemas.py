@@ -10,7 +10,20 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["BODIES", "MAX_PROMPTS", "REFUSED", "Body", "ChatBody", "CompletionBody"]
+__all__ = [
+    "BODIES",
+    "MAX_PROMPTS",
+    "REFUSED",
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "CountBody",
+    "DetokenizeBody",
+    "MessagesBody",
+    "ResponsesBody",
+    "Sampling",
+    "TokenizeBody",
+]
 
 MAX_PROMPTS: Final = 128
 
@@ -99,7 +112,124 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-BODIES: Final[dict[str, type[Body]]] = {"chat": ChatBody, "completion": CompletionBody}
+class TokenizeBody(Body):
+    """POST /tokenize: one of prompt, content and messages."""
+
+    prompt: str | None = Field(None, description="A text; BOS is added where the model wants it.")
+    content: str | None = Field(None, description="A text; BOS is not added, unless add_special.")
+    messages: list[Message] | None = Field(None, min_length=1, max_length=65536)
+    add_special: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Another name of add_special.")
+    parse_special: bool | None = Field(None, description="Read markers as tokens; true unless said otherwise.")
+    with_pieces: bool | None = Field(None, description="Give each token as id and piece.")
+    return_token_strs: bool | None = Field(None, description="Give the pieces as token_strs.")
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[TokenId] = Field(max_length=1 << 20)
+
+
+class CancelBody(Body):
+    """POST /v1/cancel."""
+
+    id: str = Field(min_length=1, max_length=128)
+
+
+class TextBlock(Body):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicMessage(Body):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class Thinking(Body):
+    """`thinking`."""
+
+    type: Literal["disabled"]
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=65536)
+    system: str | list[TextBlock] | None = None
+    thinking: Thinking | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list.")
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=2**31 - 1)
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=5)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+
+
+class TextFormat(Body):
+    """`text.format`."""
+
+    type: Literal["text"]
+
+
+class TextOptions(Body):
+    """`text`."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    """`reasoning`."""
+
+    effort: str | None = Field(None, description="Only where the model's template reads it.")
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses; nothing is stored."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=65536)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, le=5)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream: bool | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back.")
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list.")
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+BODIES: Final[dict[str, type[Body]]] = {
+    "chat": ChatBody,
+    "template": ChatBody,
+    "input_tokens": ChatBody,
+    "completion": CompletionBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+    "count": CountBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+    "cancel": CancelBody,
+}
 """Kind of a body -> its model."""
 
 _COMMON_REFUSED: Final = {
@@ -114,15 +244,27 @@ _COMMON_REFUSED: Final = {
     "return_progress": "",
     "chat_template": "the template is the model's",
 }
-REFUSED: Final[dict[str, dict[str, str]]] = {
-    "chat": _COMMON_REFUSED
+_CHAT_REFUSED: Final = (
+    _COMMON_REFUSED
     | {
         "audio": "",
         "web_search_options": "",
         "functions": "",
         "function_call": "",
         "thinking_budget": "",
-    },
+    }
+)
+_STATELESS: Final = "this server stores nothing: send the whole conversation as input"
+REFUSED: Final[dict[str, dict[str, str]]] = {
+    "chat": _CHAT_REFUSED,
+    "template": _CHAT_REFUSED,
+    "input_tokens": _CHAT_REFUSED,
     "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt"},
+    "responses": {"previous_response_id": _STATELESS, "conversation": _STATELESS, "background": "", "prompt": "", "max_tool_calls": ""},
+    "messages": {"output_config": "", "tool_choice": "", "container": "", "mcp_servers": ""},
+    "count": {"tool_choice": "", "output_config": ""},
+    "cancel": {},
+    "tokenize": {},
+    "detokenize": {},
 }
 """Kind -> {field that is refused unless it is null: what to do instead}."""

@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,88 @@ def http(server) -> Iterator[httpx2.Client]:
         yield client
 
 
+
+
+class Brake:
+    """Holds an engine's thread before each step, so that tests decide what happens meanwhile. `error`: raised instead of the step."""
+
+    def __init__(self, engine: Any):
+        self._engine, self._runner = engine, engine._runner
+        self._go, self.entered = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: Exception | None = None
+        self._open = False
+        engine._runner = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Any) -> Any:
+        """One step, when it is let."""
+        self.entered.release()
+        if not self._open:
+            assert self._go.acquire(timeout=WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return self._runner.run(batch)
+
+    def wait(self) -> None:
+        """Until the engine stands before a step."""
+        assert self.entered.acquire(timeout=WAIT_S)
+
+    def step(self, times: int = 1) -> None:
+        """Lets steps run."""
+        self._go.release(times)
+
+    def release(self) -> None:
+        """Off: the engine runs as always."""
+        self._open = True
+        self._engine._runner = self._runner
+        self._go.release(1 << 20)
+
+
+@pytest.fixture
+def brake() -> Iterator[Callable[[Server], Brake]]:
+    """brake(server) -> its engine held; let go at the end."""
+    made: list[Brake] = []
+
+    def hold(server: Server) -> Brake:
+        made.append(Brake(server.engine))
+        return made[-1]
+
+    yield hold
+    for one in made:
+        one.release()
+
+
+def until(condition: Callable[[], bool], why: str = "") -> None:
+    """Waits for what another thread will do."""
+    limit = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit, why
+        time.sleep(0.002)
+
+
+def frames(raw: bytes) -> list[Any]:
+    """The events of a stream: parsed data, "[DONE]", or a comment as it is."""
+    assert raw.endswith(b"\n\n")
+    found: list[Any] = []
+    for block in raw.decode().removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            found.append(block)
+            continue
+        [line] = [x for x in block.split("\n") if x.startswith("data: ")]
+        data = line.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+@pytest.fixture(scope="session")
+def parse() -> Callable[[bytes], list[Any]]:
+    """parse(bytes of a stream) -> its events."""
+    return frames
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """wait_until(condition): for what another thread will do."""
+    return until

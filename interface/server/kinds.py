@@ -1,0 +1,195 @@
+"""Every kind of body, and who prepares it: in a preparation process.
+
+Chat and completions are in `prepare`. Here are the interfaces that are said in a chat's words (Responses, Messages), and the routes
+that only prepare: their answer is bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from ..core.errors import InvalidRequest, UnsupportedContent
+from .prepare import Kitchen, Prepared, chat, check_body, explain, prepare_chat, prepare_completion, render_text
+from .schemas import ChatBody, CountBody, DetokenizeBody, MessagesBody, ResponsesBody, TokenizeBody
+
+__all__ = ["prepare"]
+
+
+def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, Any]] | str:
+    """Content as parts of a chat. Raises UnsupportedContent for what is not text."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise UnsupportedContent(f"{where}[{index}] is of type {kind!r:.60}; this server takes text only", who=where, param=where)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}[{index}] has no text", who=where, param=where)
+        parts.append({"type": "text", "text": part["text"]})
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of parts", who=where, param=where)
+    return parts
+
+
+# Messages -----------------------------------------------------------------------------------------------------------------
+
+
+def _of_messages(body: CountBody) -> dict[str, Any]:
+    """The conversation of an Anthropic body as fields of a chat; a last message of the assistant is a beginning to go on from."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        messages.append({"role": "system", "content": text})
+    for index, message in enumerate(body.messages):
+        messages.append({"role": message.role, "content": _texts(message.content, f"messages[{index}].content", ("text",))})
+    continues = body.messages[-1].role == "assistant"
+    return {"messages": messages, "continue_final_message": continues, "model": body.model}
+
+
+def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/messages."""
+    ready = Prepared()
+    body: MessagesBody = check_body(kitchen, "messages", raw, ready)
+    same = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+    chat(kitchen, ChatBody(**_of_messages(body), **same, stop=body.stop_sequences), ready)
+    return ready
+
+
+def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
+    """POST /v1/messages/count_tokens."""
+    body: CountBody = check_body(kitchen, "count", raw, Prepared())
+    parts = render_text(kitchen, ChatBody(**_of_messages(body))).parts
+    return _json({"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
+
+
+# Responses ----------------------------------------------------------------------------------------------------------------
+
+
+def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/responses."""
+    ready = Prepared()
+    body: ResponsesBody = check_body(kitchen, "responses", raw, ready)
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind = item.get("type", "message")
+        if kind != "message":
+            raise UnsupportedContent(f"{where} is of type {kind!r:.60}; this server takes messages only", who=where, param=where)
+        role = item.get("role")
+        if role not in ("system", "developer", "user", "assistant"):
+            raise InvalidRequest(f"{where}.role is {role!r:.60}", who=where, fix="user, assistant, system or developer", param=f"{where}.role")
+        content = _texts(item.get("content"), f"{where}.content", ("input_text", "output_text", "text"))
+        messages.append({"role": role, "content": content})
+    same = {name: getattr(body, name) for name in ("model", "stream", "temperature", "top_p", "top_logprobs")}
+    effort = body.reasoning.effort if body.reasoning else None
+    words = ChatBody(
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=body.max_output_tokens,
+        logprobs=True if body.top_logprobs is not None else None,
+        reasoning_effort=effort,
+        **same,
+    )
+    chat(kitchen, words, ready)
+    ready.detail = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tool_choice": body.tool_choice or "auto",
+        "reasoning": {"effort": effort, "summary": None},
+    }
+    return ready
+
+
+# routes that only prepare -------------------------------------------------------------------------------------------------
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def prepare_template(kitchen: Kitchen, raw: bytes) -> bytes:
+    """POST /apply-template: the exact prompt of a chat."""
+    body: ChatBody = check_body(kitchen, "template", raw, Prepared())
+    return _json({"prompt": render_text(kitchen, body).text})
+
+
+def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> bytes:
+    """POST /v1/chat/completions/input_tokens."""
+    body: ChatBody = check_body(kitchen, "input_tokens", raw, Prepared())
+    ids = kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts)
+    return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> bytes:
+    """POST /tokenize."""
+    body: TokenizeBody = check_body(kitchen, "tokenize", raw, Prepared())
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        said = " and ".join(given) or "none of them"
+        raise InvalidRequest(f"one of prompt, content and messages is needed; there is {said}", who="prompt", param="prompt")
+    tokenizer = kitchen.tokenizer
+    if body.messages is not None:
+        words = ChatBody(
+            messages=body.messages, add_generation_prompt=body.add_generation_prompt, chat_template_kwargs=body.chat_template_kwargs
+        )
+        ids = tokenizer.encode_parts(render_text(kitchen, words).parts)
+    else:
+        text = body.prompt if body.prompt is not None else body.content or ""
+        special = body.add_special if body.add_special is not None else body.add_special_tokens
+        add = body.prompt is not None if special is None else special
+        ids = tokenizer.encode(text, add_special=add, parse_special=body.parse_special is not False)
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": kitchen.n_ctx}
+    if body.with_pieces:
+        answer["tokens"] = [{"id": i, "piece": _piece(tokenizer.decode_bytes(i, skip_special=False))} for i in ids]
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.id_to_piece(i) for i in ids]
+    return _json(answer)
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """Text, or its bytes where they are half a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def prepare_detokenize(kitchen: Kitchen, raw: bytes) -> bytes:
+    """POST /detokenize."""
+    body: DetokenizeBody = check_body(kitchen, "detokenize", raw, Prepared())
+    size = kitchen.tokenizer.vocab_size
+    for token in body.tokens:
+        if token >= size:
+            raise InvalidRequest(f"tokens holds {token}; ids run from 0 to {size - 1}", who="tokens", param="tokens")
+    text = kitchen.tokenizer.decode(body.tokens, skip_special=False)
+    return _json({"prompt": text, "content": text})
+
+
+KINDS: Final[dict[str, Callable[[Kitchen, bytes], Prepared | bytes]]] = {
+    "chat": prepare_chat,
+    "completion": prepare_completion,
+    "responses": prepare_responses,
+    "messages": prepare_messages,
+    "count": prepare_count,
+    "template": prepare_template,
+    "input_tokens": prepare_input_tokens,
+    "tokenize": prepare_tokenize,
+    "detokenize": prepare_detokenize,
+}
+
+
+def prepare(kitchen: Kitchen, kind: str, raw: bytes) -> Prepared | bytes:
+    """What a body of this kind asks for, or the answer itself. Raises a FastLLMError that names the field."""
+    try:
+        return KINDS[kind](kitchen, raw)
+    except ValidationError as error:  # of a body in a chat's words
+        raise explain(error) from None

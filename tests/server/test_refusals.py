@@ -1,0 +1,232 @@
+"""What is refused, with which status, naming which field; and what must never be in an answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def refused(http, path, body, status=400):
+    """The error of a request that must be refused."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"]
+    assert "/tmp" not in answer.text
+    assert "Traceback" not in answer.text
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 5.1),
+        ("temperature", "1"),
+        ("top_p", -0.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("presence_penalty", 2.1),
+        ("repetition_penalty", 0),
+        ("n", 0),
+        ("n", 17),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**31),
+        ("max_tokens", True),
+        ("stop", ["x"] * 17),
+        ("stop", ["x" * 257]),
+        ("stop", [""]),
+        ("stop", 3),
+        ("top_logprobs", 21),
+        ("logit_bias", {"70": 101}),
+        ("logit_bias", {"256": 1}),
+        ("logit_bias", {"cat": 1}),
+        ("stop_token_ids", [256]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.0]),
+        ("min_tokens", -1),
+        ("cache_salt", "a b"),
+        ("cache_salt", "x" * 129),
+        ("messages", []),
+        ("messages", "Hi"),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("functions", []),
+        ("audio", {}),
+        ("chat_template", "x"),
+        ("guided_json", {}),
+        ("modalities", ["audio"]),
+        ("reasoning_effort", "low"),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", {"chat_template": "x"}),
+        ("chat_template_kwargs", {"unknown": 1}),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_each_field_out_of_range_is_a_bad_request_that_names_it(http, field, value):
+    error = refused(http, CHAT, {"messages": HI, "logprobs": True, field: value})
+    assert error["type"] == "invalid_request_error"
+    assert field in (error["param"] or "") + error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "robot", "content": "Hi"}], "messages[0].role"),
+        ([{"content": "Hi"}], "messages[0].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([*HI, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_wrong_messages_are_named(http, messages, param):
+    assert refused(http, CHAT, {"messages": messages})["param"] == param
+
+
+@pytest.mark.parametrize("content", [None, "", "a", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_every_role_takes_every_form_of_text(http, role, content):
+    answer = http.post(CHAT, json={"messages": [{"role": role, "content": content}], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [256]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_wrong_completions_are_named(http, body, field):
+    error = refused(http, TEXT, body)
+    assert field in (error["param"] or "") + error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"3",
+        b"[]",
+        b"null",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a"',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"seed": ' + b"9" * 400 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a": ' * 70 + b"1" + b"}" * 70,
+    ],
+)
+def test_what_is_not_strict_json_is_a_bad_request(http, raw):
+    answer = http.post(TEXT, content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    json.loads(answer.content, parse_constant=lambda name: pytest.fail(f"{name} in the error"))
+
+
+def test_a_nul_inside_of_a_string_is_text(http):
+    assert http.post(TEXT, json={"prompt": "a\0b", "max_tokens": 1}).status_code == 200
+
+
+def test_lengths_around_the_context(http):
+    for length, status in ((1022, 200), (1023, 200), (1024, 400), (1025, 400)):
+        answer = http.post(TEXT, json={"prompt": [70] * length, "max_tokens": 2})
+        assert answer.status_code == status
+    error = refused(http, TEXT, {"prompt": "x" * 2_000_000})
+    assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 1024)
+    assert error["n_prompt_tokens"] > 1024
+
+
+def test_routes_methods_and_media_types(http):
+    assert http.get("/v1/nothing").status_code == 404
+    assert "embeddings" in http.post("/v1/embed", json={}).json()["error"]["message"]
+    wrong = http.get(CHAT)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "OPTIONS, POST")
+    raw = json.dumps({"messages": HI}).encode()
+    assert http.post(CHAT, content=raw, headers={"content-type": "text/plain"}).status_code == 415
+    assert http.post(CHAT, content=raw, headers={"content-type": "application/json", "content-encoding": "gzip"}).status_code == 415
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/../v1/models", "/../etc/passwd", "/v1/models%0d%0aX: 1"])
+def test_odd_paths_are_no_routes(server, path):
+    with server.connect() as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert raw.makefile("rb").read(12) in (b"HTTP/1.1 404", b"HTTP/1.1 400")
+
+
+def test_a_body_above_the_limit_is_refused_without_being_read(start, http):
+    server = start(max_body=1000)
+    try:
+        with server.connect() as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n{")
+            answer = raw.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in answer.lower()
+        with server.connect() as raw:  # without a length
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+            raw.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
+            assert raw.makefile("rb").read().startswith(b"HTTP/1.1 413")
+    finally:
+        server.close()
+
+
+def test_a_body_that_stops_coming_is_a_timeout(start):
+    server = start(body_pause_s=0.05)
+    try:
+        with server.connect() as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{")
+            assert raw.makefile("rb").read().startswith(b"HTTP/1.1 408")
+    finally:
+        server.close()
+
+
+def test_headers_that_are_too_long_are_refused(server):
+    with server.connect() as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 40_000)
+        assert raw.makefile("rb").read(12) == b"HTTP/1.1 400"
+
+
+def test_strict_refuses_what_would_be_ignored_and_other_models(start):
+    import httpx2
+
+    server = start(strict=True, strict_model=True)
+    try:
+        with httpx2.Client(base_url=server.url) as http:
+            assert refused(http, TEXT, {"prompt": "a", "user": "u"})["param"] == "user"
+            assert refused(http, TEXT, {"prompt": "a", "model": "gpt"}, 404)["code"] == "model_not_found"
+            assert http.post(TEXT, json={"prompt": "a", "model": "org/tiny", "max_tokens": 1}).json()["model"] == "tiny"
+    finally:
+        server.close()
+
+
+def test_the_description_is_true_of_routes_and_bodies(http):
+    document = http.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            answer = http.request(method.upper(), path.replace("{model_id}", "tiny").replace("{response_id}", "x"), json={})
+            assert str(answer.status_code) in operation["responses"], (path, answer.text)
+    assert document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 5
