@@ -56,14 +56,14 @@ def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
     ready = Prepared()
     body: MessagesBody = check_body(kitchen, "messages", raw, ready)
     same = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-    chat(kitchen, ChatBody(**_of_messages(body), **same, stop=body.stop_sequences), ready)
+    chat(kitchen, ChatBody.model_validate({**_of_messages(body), **same, "stop": body.stop_sequences}), ready)
     return ready
 
 
 def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
     """POST /v1/messages/count_tokens."""
     body: CountBody = check_body(kitchen, "count", raw, Prepared())
-    parts = render_text(kitchen, ChatBody(**_of_messages(body))).parts
+    parts = render_text(kitchen, ChatBody.model_validate(_of_messages(body))).parts
     return _json({"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
 
 
@@ -90,14 +90,9 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
         messages.append({"role": role, "content": content})
     same = {name: getattr(body, name) for name in ("model", "stream", "temperature", "top_p", "top_logprobs")}
     effort = body.reasoning.effort if body.reasoning else None
-    words = ChatBody(
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=body.max_output_tokens,
-        logprobs=True if body.top_logprobs is not None else None,
-        reasoning_effort=effort,
-        **same,
-    )
-    chat(kitchen, words, ready)
+    wanted = True if body.top_logprobs is not None else None
+    words = {**same, "messages": messages, "max_tokens": body.max_output_tokens, "logprobs": wanted, "reasoning_effort": effort}
+    chat(kitchen, ChatBody.model_validate(words), ready)
     ready.detail = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -138,10 +133,8 @@ def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> bytes:
         raise InvalidRequest(f"one of prompt, content and messages is needed; there is {said}", who="prompt", param="prompt")
     tokenizer = kitchen.tokenizer
     if body.messages is not None:
-        words = ChatBody(
-            messages=body.messages, add_generation_prompt=body.add_generation_prompt, chat_template_kwargs=body.chat_template_kwargs
-        )
-        ids = tokenizer.encode_parts(render_text(kitchen, words).parts)
+        words = {name: getattr(body, name) for name in ("messages", "add_generation_prompt", "chat_template_kwargs")}
+        ids = tokenizer.encode_parts(render_text(kitchen, ChatBody.model_validate(words)).parts)
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
         special = body.add_special if body.add_special is not None else body.add_special_tokens

@@ -22,6 +22,7 @@ from .settings import STALLED_S, ServerSettings
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..loading import LoadedModel
+    from .gate import Gate
     from .generation import Generation
     from .sse import Outbox
 
@@ -48,6 +49,7 @@ class Runtime:
         self.started_at = time.time()
         self.connections: Callable[[], int] = lambda: 0
         self.stop: Callable[[], None] = lambda: None
+        self.gate: Gate | None = None
         self._flags = defaults or SamplingParams()
         self.defaults = self._flags
         self._none_active = asyncio.Event()

@@ -134,7 +134,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     runtime = Runtime(settings, defaults=defaults)
-    gate = make_app(runtime)
+    gate = runtime.gate = make_app(runtime)
     config = uvicorn.Config(
         gate,
         http=Protocol,
@@ -157,10 +157,11 @@ async def serve(
 
     runtime.stop = stop
     tasks: set[asyncio.Task[None]] = set()
+    paths = [made.getsockname() for made in sockets if made.family == socket.AF_UNIX]
 
     def leave(number: int) -> None:
         if runtime.draining or runtime.loaded is None:  # a second signal, or nothing that could be drained
-            _remove_uds(sockets)
+            remove(paths)
             os._exit(1 if runtime.active else 0)
         tasks.add(asyncio.create_task(runtime.drain()))
 
@@ -189,7 +190,7 @@ async def serve(
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
-        _remove_uds(sockets)
+        remove(paths)
         await runtime.close()
         for task in tasks:
             task.cancel()
@@ -200,8 +201,8 @@ async def serve(
             await asyncio.to_thread(loaded.close)
 
 
-def _remove_uds(sockets: Sequence[socket.socket]) -> None:
-    for made in sockets:
+def remove(paths: Sequence[str]) -> None:
+    """Takes Unix sockets out of the file system."""
+    for path in paths:
         with contextlib.suppress(OSError):
-            if made.family == socket.AF_UNIX:
-                os.unlink(made.getsockname())
+            os.unlink(path)

@@ -59,6 +59,7 @@ class Server:
         self.code: int | None = None
         self.error: BaseException | None = None
         self.runtime: Runtime | None = None
+        self.client = httpx2.Client(base_url=self.url, timeout=WAIT_S)
         self._up = threading.Event()
         self._load = load
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -105,6 +106,7 @@ class Server:
 
     def close(self) -> None:
         """Ends it, and waits."""
+        self.client.close()
         if self.runtime is not None and self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.runtime.stop)
         self.thread.join(WAIT_S)
@@ -113,12 +115,18 @@ class Server:
 
 @pytest.fixture(scope="session")
 def start(model_folder) -> Callable[..., Server]:
-    """start(options={}, **settings) -> a server; the caller closes it."""
+    """start(options={}, **settings) -> a server; the caller closes it. before: called before the model is loaded."""
 
-    def start(options: dict[str, Any] | None = None, model: Path | None = None, wait: bool = True, **settings: Any) -> Server:
+    def start(
+        options: dict[str, Any] | None = None,
+        model: Path | None = None,
+        wait: bool = True,
+        before: Callable[[], Any] = lambda: None,
+        **settings: Any,
+    ) -> Server:
         chosen = LoadOptions(offline=True, threads=1, **{"backend": "cpu_avx", **(options or {})})
         given = {"names": ("tiny", "org/tiny"), "preparers": 1, **settings}
-        return Server(ServerSettings(**given), lambda: load_model(model or model_folder, chosen), wait=wait)
+        return Server(ServerSettings(**given), lambda: (before(), load_model(model or model_folder, chosen))[1], wait=wait)
 
     return start
 
@@ -132,10 +140,9 @@ def server(start) -> Iterator[Server]:
 
 
 @pytest.fixture
-def http(server) -> Iterator[httpx2.Client]:
+def http(server) -> httpx2.Client:
     """A plain HTTP client."""
-    with httpx2.Client(base_url=server.url, timeout=WAIT_S) as client:
-        yield client
+    return server.client
 
 
 

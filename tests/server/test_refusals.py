@@ -211,14 +211,12 @@ def test_headers_that_are_too_long_are_refused(server):
 
 
 def test_strict_refuses_what_would_be_ignored_and_other_models(start):
-    import httpx2
-
     server = start(strict=True, strict_model=True)
     try:
-        with httpx2.Client(base_url=server.url) as http:
-            assert refused(http, TEXT, {"prompt": "a", "user": "u"})["param"] == "user"
-            assert refused(http, TEXT, {"prompt": "a", "model": "gpt"}, 404)["code"] == "model_not_found"
-            assert http.post(TEXT, json={"prompt": "a", "model": "org/tiny", "max_tokens": 1}).json()["model"] == "tiny"
+        http = server.client
+        assert refused(http, TEXT, {"prompt": "a", "user": "u"})["param"] == "user"
+        assert refused(http, TEXT, {"prompt": "a", "model": "gpt"}, 404)["code"] == "model_not_found"
+        assert http.post(TEXT, json={"prompt": "a", "model": "org/tiny", "max_tokens": 1}).json()["model"] == "tiny"
     finally:
         server.close()
 

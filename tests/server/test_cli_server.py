@@ -1,0 +1,173 @@
+"""`fastllm server` as a process and as a command line: options, variables, files, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import httpx2
+import psutil
+import pytest
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def served(tmp_path, model_folder):
+    """served(*options, form="server") -> a ready process, and a client for it."""
+    running = []
+
+    def start(*options, form=("server",), env=None, model=True):
+        command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
+        environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
+        log = (tmp_path / f"log{len(running)}").open("w+")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)
+        running.append((process, log))
+        url = process.stdout.readline().strip()
+        log.seek(0)
+        assert url, log.read()
+        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:")) if url.startswith("unix:") else None
+        client = httpx2.Client(base_url="http://localhost" if transport else url, transport=transport, timeout=WAIT_S)
+
+        def end(number=signal.SIGTERM):
+            client.close()
+            process.send_signal(number)
+            return process.wait(WAIT_S)
+
+        def said():
+            log.seek(0)
+            return log.read()
+
+        return SimpleNamespace(url=url, http=client, process=process, end=end, said=said)
+
+    yield start
+    for process, log in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        log.close()
+
+
+def test_it_serves_logs_without_texts_and_ends_at_a_signal(served):
+    server = served("--log-format", "json", "--model-name", "mine")
+    answer = server.http.post("/v1/completions", json={"prompt": "my secret words", "max_tokens": 3, "seed": 1})
+    assert answer.json()["model"] == "mine"
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == 1
+    assert server.end() == 0
+    psutil.wait_procs(children, timeout=WAIT_S)
+    assert not any(child.is_running() for child in children)
+    log = server.said()
+    assert '"tokens": 3' in log
+    assert answer.headers["x-request-id"] in log
+    assert "secret" not in log
+    assert "Traceback" not in log
+
+
+def test_the_binary_form_serves_too_and_a_key_file_is_read_again(served, model_folder, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\nfirst-key-123\n")
+    server = served("--api-key-file", str(keys), form=("--model", str(model_folder), "--http-mode"), model=False)
+    assert server.http.get("/v1/models").status_code == 401
+    assert server.http.get("/v1/models", headers={"x-api-key": "first-key-123"}).status_code == 200
+    keys.write_text("second-key-456\n")
+    server.process.send_signal(signal.SIGHUP)
+    while server.http.get("/v1/models", headers={"x-api-key": "second-key-456"}).status_code != 200:
+        pass
+    assert server.http.get("/v1/models", headers={"x-api-key": "first-key-123"}).status_code == 401
+    assert server.end(signal.SIGINT) == 0
+    assert "key-456" not in server.said()
+
+
+def test_a_socket_of_the_file_system(served, tmp_path):
+    path = tmp_path / "s"
+    server = served("--uds", str(path))
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert path.stat().st_mode & 0o007 == 0
+    assert server.end() == 0
+    assert not path.exists()
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, model_folder):
+    """command(*options) -> exit code, stderr, and the settings with which the server would have been started."""
+    import fastllm.server.serve as serve
+    from fastllm.cli.main import run_command
+
+    def call(*options):
+        seen = SimpleNamespace(settings=None, options=None)
+
+        async def instead(settings, sockets, load, **more):
+            seen.settings, seen.defaults = settings, more["defaults"]
+            return 0
+
+        monkeypatch.setattr(serve, "serve", instead)
+        seen.code = run_command(["server", str(model_folder), "--port", "0", *options])
+        seen.err = capsys.readouterr().err
+        return seen
+
+    return call
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(command, tmp_path, monkeypatch):
+    file = tmp_path / "server.toml"
+    file.write_text('max-queue = 3\nmax_n = 2\ndrain = 1.5\nallowed-host = "a.example"\nmax-body = "1KiB"\n')
+    monkeypatch.setenv("FASTLLM_MAX_N", "3")
+    monkeypatch.setenv("FASTLLM_DRAIN", "2.5")
+    seen = command("--config", str(file), "--drain", "3.5")
+    assert (seen.settings.max_n, seen.settings.drain_s, seen.settings.hosts, seen.settings.max_body) == (3, 3.5, ("a.example",), 1024)
+
+
+def test_upstreams_spellings_are_understood(command):
+    seen = command("--model_name", "a", "--api_key", "0123456789", "--max_batch", "3", "--page_size", "64", "--dev_mode", "--top_k", "5")
+    assert seen.code == 0
+    assert (seen.settings.names, seen.settings.keys, seen.settings.dev, seen.defaults.top_k) == (("a",), ("0123456789",), True, 5)
+    assert "process lists" in seen.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host", "0.0.0.0"), "--insecure"),
+        (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
+        (("--api-key", "short"), "at least 8"),
+        (("--api-key-file", "/nonexistent"), "No such file"),
+        (("--root-path", "x"), "begin with /"),
+        (("--max-body", "many"), "512MiB"),
+        (("--kv-cache-size", "x"), "size"),
+        (("--max-n", "17"), "17"),
+        (("--config", "/nonexistent"), "/nonexistent"),
+    ],
+)
+def test_unsafe_and_wrong_options_are_usage_errors(command, options, said):
+    seen = command(*options)
+    assert seen.code == 2
+    assert said in seen.err
+    assert seen.settings is None
+
+
+def test_unknown_keys_of_a_file_are_named(command, tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text("prot = 1\n")
+    seen = command("--config", str(file))
+    assert seen.code == 2
+    assert "no option 'prot'" in seen.err
+
+
+def test_a_port_in_use_is_a_usage_error_before_anything_is_loaded(command):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        seen = command("--port", str(taken.getsockname()[1]))
+    assert seen.code == 2
+    assert "--port 0" in seen.err
+
+
+def test_insecure_is_needed_to_let_everybody_in(command):
+    assert command("--host", "0.0.0.0", "--insecure").settings.local is False
+    assert command("--host", "0.0.0.0", "--api-key", "0123456789").settings.local is False
+    assert command("--host", "localhost").settings.local is True
