@@ -15,6 +15,7 @@ __all__ = ["ALIASES", "COMMANDS", "cli"]
 COMMANDS = {
     "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
     "server": ("fastllm.cli.server", "Serve a model to clients of the OpenAI and Anthropic interfaces."),
+    "bench": ("fastllm.cli.bench", "Measure how fast a server answers."),
     "download": ("fastllm.cli.download", "Fetch a model into the cache."),
     "list": ("fastllm.cli.download", "Show the models that are on this machine."),
     "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
