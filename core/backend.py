@@ -17,10 +17,10 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from .errors import OutOfMemory
+from .errors import OutOfMemory, UnsupportedError
 from .graph import Graph, KVSpec, Node, SlotSpec
 from .quant import FORMATS
-from .weights import HostTensor
+from .weights import HostTensor, PackedLayout
 
 __all__ = [
     "API_VERSION",
@@ -198,17 +198,6 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """How a backend stores a weight: id and version (the cache key of packed files), shape and bytes."""
-
-    id: str
-    version: int
-    format: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Limits:
     """alignment of buffers and offsets in bytes; max_alloc: largest single buffer or None; streams."""
 
@@ -304,6 +293,8 @@ class Backend(ABC):
     limits: Limits = Limits()
     threads: int = 1  # host threads that its ops run on
     warning: str = ""  # one line that the user should read after it was opened
+    pack_rows: int = 0  # weights may be packed in blocks of a multiple of that many rows, which lie one after another; 0: whole only
+    maps_weights: bool = False  # a packed weight in a mapped file is used where it is (`wrap_host`), without a copy
 
     @abstractmethod
     def supports(self, q: OpQuery) -> Yes | No:
@@ -371,6 +362,11 @@ class Backend(ABC):
     def pack_weight(self, weight: HostTensor, layout: PackedLayout, dst: Buffer, offset: int) -> None:
         """Writes a weight in a layout that `pack_layout` gave; done on return."""
         raise NotImplementedError(f"backend '{self.name}' gives a packed layout but has no pack_weight")
+
+    def unpack_weight(self, data: np.ndarray, layout: PackedLayout) -> np.ndarray:
+        """The bytes of `layout.format` (u8) that were packed to `data` (u8 [layout.nbytes]): undoes pack_weight. Raises
+        UnsupportedError for a layout or version that this backend does not know."""
+        raise UnsupportedError(f"backend '{self.name}' cannot undo the packed layout {layout.id} version {layout.version}")
 
     def compile(self, sub: Sequence[Node], env: CompileEnv) -> Program | None:
         """A program for these nodes, or None: the executor runs them op by op."""

@@ -68,11 +68,12 @@ class Executor:
         self._streams: dict[str, Stream] = {d: self.backends[d].new_stream() for d in used}
         try:
             for (device, arena), sizes in plan.arenas.items():
-                if arena != "host":
+                if arena not in ("host", "mapped"):
                     kind = "scratch" if arena == "workspace" else arena
                     for chunk, nbytes in enumerate(sizes):
                         self._arenas[(device, arena, chunk)] = self.backends[device].alloc(nbytes, kind)
             self._share_host_values()
+            self._map_weights(weights, sources)
             self._stage = np.zeros(max((self._largest(c.value) for s in plan.segments for c in s.copies), default=0), np.uint8)
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
@@ -116,6 +117,15 @@ class Executor:
                 self._arenas[(device, "host", place.chunk)] = self.backends[device].alloc(size, "staging")
             if value.data is not None:
                 self._upload(device, name, array)
+
+    def _map_weights(self, weights: Mapping[str, WeightRef], sources: Mapping[str, TensorSource]) -> None:
+        """Weights that the device reads from the mapped file, read-only."""
+        for (device, name), place in self.plan.places.items():
+            if place.arena == "mapped":
+                buffer = self.backends[device].wrap_host(sources[weights[name].source].data, readonly=True)
+                if buffer is None:
+                    raise EngineError(f"backend '{device}' maps weights but does not take '{name}' from the file")
+                self._hosted[(device, name)] = buffer
 
     def _upload(self, device: str, name: str, array: np.ndarray) -> None:
         """The array (contiguous rows of `_host`) to its place."""

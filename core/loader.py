@@ -13,8 +13,8 @@ import numpy as np
 
 from .backend import Backend, Buffer, Stream
 from .errors import ModelFileError
-from .planner import Plan
-from .weights import HostTensor, TensorSource, WeightRef
+from .planner import Place, Plan
+from .weights import HostTensor, TensorSource, WeightRef, stored_as
 
 __all__ = ["load_weights"]
 
@@ -41,18 +41,30 @@ def load_weights(
         if name not in weights:
             raise ModelFileError(f"the model's family names no source for the graph weight '{name}'")
         arena = arenas[(device, "weights", place.chunk)]
-        stacked = len(place.shape) > 2  # matrix by matrix: a stack of experts need not fit in memory twice
-        refs = weights[name].split(place.shape[0]) if stacked else (weights[name],)
-        step = place.nbytes // len(refs)
-        for index, ref in enumerate(refs):
-            tensor, offset = ref.resolve(sources, name, place.shape[1:] if stacked else place.shape), place.offset + index * step
-            if place.layout is not None:
-                backends[device].pack_weight(_in_format(tensor, place.layout.format), place.layout, arena, offset)
-            else:
-                _upload_plain(tensor, place.dtype, backends[device], arena, offset, streams[device])
+        packed = stored_as(weights[name], sources, place.layout)
+        if packed is not None and packed.nbytes == place.nbytes:
+            backends[device].upload(arena, place.offset, memoryview(packed.data), streams[device])
+            streams[device].synchronize()
+        else:
+            _load(weights[name], name, place, sources, backends[device], arena, streams[device])
         done += place.nbytes
         if progress is not None:
             progress(done, total, name)
+
+
+def _load(
+    whole: WeightRef, name: str, place: Place, sources: Mapping[str, TensorSource], backend: Backend, arena: Buffer, stream: Stream
+) -> None:
+    """One weight, packed or in a plain form; of a stack, matrix by matrix: a stack of experts need not fit in memory twice."""
+    stacked = len(place.shape) > 2
+    refs = whole.split(place.shape[0]) if stacked else (whole,)
+    step = place.nbytes // len(refs)
+    for index, ref in enumerate(refs):
+        tensor, offset = ref.resolve(sources, name, place.shape[1:] if stacked else place.shape), place.offset + index * step
+        if place.layout is not None:
+            backend.pack_weight(_in_format(tensor, place.layout.format), place.layout, arena, offset)
+        else:
+            _upload_plain(tensor, place.dtype, backend, arena, offset, stream)
 
 
 def _in_format(tensor: HostTensor, format: str) -> HostTensor:

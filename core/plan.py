@@ -53,8 +53,8 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value lives on a device. arena: weights | kv | state | scratch | host (memory shared with the engine: step inputs,
-    constants, outputs). chunk: which of the arena's buffers; offset and nbytes within it; shape at its largest; layout: packed
+    """Where a value lives on a device. arena: weights | mapped (weights that are used where the file is mapped) | kv | state |
+    scratch | host (memory shared with the engine: step inputs, constants, outputs). chunk: which of the arena's buffers; offset and nbytes within it; shape at its largest; layout: packed
     form of a weight."""
 
     arena: str

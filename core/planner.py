@@ -18,7 +18,7 @@ from .ops import CATALOGUE, OPSET
 from .placement import Placement
 from .plan import HOST, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
-from .weights import TensorSource, WeightRef
+from .weights import TensorSource, WeightRef, stored_as
 
 __all__ = ["Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "make_plan"]
 
@@ -251,7 +251,8 @@ class _Planner:
                         dtype = self._dtype(value, segment.device, {})
                         shape = [int(d) for d in value.shape]
                         size = self._packed_bytes(layout, shape, backend) if layout else plain_bytes(shape, dtype)
-                        self._add(segment.device, value, "weights", size, dtype=dtype, layout=layout)
+                        arena = "mapped" if self._is_mapped(value, layout, size, backend) else "weights"
+                        self._add(segment.device, value, arena, size, dtype=dtype, layout=layout)
                     elif isinstance(value.spec, KVSpec):
                         block = backend.kv_block_bytes(value.spec, self.limits.block_size)
                         self._add(segment.device, value, "kv", block * self.limits.num_blocks, block_bytes=block)
@@ -267,6 +268,14 @@ class _Planner:
         if len(shape) < 3:
             return layout.nbytes
         return shape[0] * (-(-layout.nbytes // backend.limits.alignment) * backend.limits.alignment)
+
+    def _is_mapped(self, value: Value, layout: PackedLayout | None, size: int, backend: Backend) -> bool:
+        """Whether the file holds the weight as the device wants it, so that it is used from there."""
+        ref = self.weights.get(value.name)
+        source = None if ref is None else stored_as(ref, self.sources, layout)
+        if source is None or not backend.maps_weights:
+            return False
+        return source.nbytes == size and source.data.ctypes.data % backend.limits.alignment == 0
 
     def _place_activations(self) -> None:
         outputs = {self.graph.base(n).name for n in self.graph.outputs}

@@ -13,22 +13,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .errors import ModelFileError
+from .errors import ModelFileError, UnsupportedError
 from .quant import FORMATS, QuantFormat
 
-__all__ = ["HostTensor", "TensorSource", "WeightRef"]
+__all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as"]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How a backend stores a weight: id and version (the cache key of packed files), shape and bytes."""
+
+    id: str
+    version: int
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class TensorSource:
     """One tensor of a file. shape: outermost dimension first (row-major); data: its bytes as u8 [nbytes], a read-only view
-    of the mapped file; format: a key of `quant.FORMATS`; file: path, for messages."""
+    of the mapped file; format: a key of `quant.FORMATS`; file: path, for messages. packed: `data` is in this layout of a backend
+    (an FLM file), a stack matrix after matrix; unpack: then gives the bytes of `format` of one matrix."""
 
     name: str
     shape: tuple[int, ...]
     format: str
     data: np.ndarray
     file: str = ""
+    packed: PackedLayout | None = None
+    unpack: Callable[[np.ndarray, PackedLayout], np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +80,8 @@ class WeightRef:
     (rows permuted or interleaved; copies). add: constant added in f32 (norms stored minus one). The result must have the shape that
     the graph declares.
 
+    convert_to: a key of FORMATS that the result is converted to, by `method` ("search" or "minmax") for group formats.
+
     parts: the weight is a stack of these instead, one for each index of axis 0 (experts that are tensors of their own, heads that
     are rows of one tensor); source is "" then.
     """
@@ -76,6 +92,8 @@ class WeightRef:
     transpose: bool = False
     row_index: tuple[int, ...] | None = None
     add: float = 0.0
+    convert_to: str | None = None
+    method: str = "search"
     parts: tuple[WeightRef, ...] = ()
 
     @property
@@ -86,8 +104,17 @@ class WeightRef:
     def split(self, count: int) -> tuple[WeightRef, ...]:
         """The `count` matrices of a stack, each by itself: what a loader that must not hold the whole stack asks for."""
         if self.parts:
-            return self.parts
+            return tuple(replace(part, convert_to=self.convert_to, method=self.method) for part in self.parts)
         return tuple(replace(self, expert=i) for i in range(count))
+
+    def block(self, start: int, stop: int) -> WeightRef:
+        """Rows [start, stop) of this matrix."""
+        if self.row_index is not None:
+            return replace(self, row_index=self.row_index[start:stop])
+        if self.transpose:
+            return replace(self, row_index=tuple(range(start, stop)))
+        first = 0 if self.rows is None else self.rows[0]
+        return replace(self, rows=(first + start, first + stop))
 
     def renamed(self, rename: Callable[[str], str]) -> WeightRef:
         """The same of other tensors."""
@@ -95,6 +122,8 @@ class WeightRef:
 
     def format(self, sources: Mapping[str, TensorSource]) -> str:
         """The format of what `resolve` gives; "f32" if a tensor is missing (resolve explains it) or parts differ."""
+        if self.convert_to is not None:
+            return self.convert_to
         if self.parts:
             formats = {part.format(sources) for part in self.parts}
             return formats.pop() if len(formats) == 1 else "f32"
@@ -105,6 +134,11 @@ class WeightRef:
 
     def resolve(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """The tensor for graph weight `name` of `shape`. Raises ModelFileError if it is missing or has another shape."""
+        if self.convert_to is not None:
+            from .quantise import convert
+
+            before = replace(self, convert_to=None).resolve(sources, name, shape)
+            return convert(before, self.convert_to, search=self.method == "search")
         if self.parts:
             return self._stack(sources, name, shape)
         if self.source not in sources:
@@ -120,6 +154,8 @@ class WeightRef:
             if len(dims) < 2 or not 0 <= self.expert < dims[0]:
                 raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} has no expert {self.expert}", who=src.file)
             dims, data = dims[1:], data.reshape(dims[0], -1)[self.expert]
+        if src.packed is not None:
+            data = _unpacked(src, data, 1 if self.expert is not None else int(np.prod(src.shape[:-2], dtype=np.int64)))
         if self.rows is not None:
             dims, data = self._take_rows(src, dims, data)
         if self.transpose:
@@ -201,3 +237,22 @@ def _transposed(src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> t
         return dims[::-1], src.format, np.ascontiguousarray(items.T).reshape(-1).view(np.uint8)
     values = HostTensor(src.name, dims, src.format, np.ascontiguousarray(data).reshape(-1)).decode()
     return dims[::-1], "f32", np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)
+
+
+def stored_as(ref: WeightRef, sources: Mapping[str, TensorSource], layout: PackedLayout | None) -> TensorSource | None:
+    """The tensor of the file that holds this weight whole and in this packed layout; None if there is no such."""
+    source = sources.get(ref.source)
+    return source if source is not None and layout is not None and source.packed == layout and ref == WeightRef(source.name) else None
+
+
+def _unpacked(src: TensorSource, data: np.ndarray, count: int) -> np.ndarray:
+    """Bytes in the tensor's format of `count` matrices that it holds in a packed layout."""
+    assert src.packed is not None
+    if src.unpack is None:
+        raise UnsupportedError(
+            f"tensor '{src.name}' is packed as {src.packed.id} version {src.packed.version}, which nothing here can undo",
+            who=src.file,
+            fix="convert the original model again with this version of fastllm",
+        )
+    matrices = data.reshape(count, -1)[:, : src.packed.nbytes]  # each begins aligned
+    return np.concatenate([src.unpack(matrix, src.packed).reshape(-1) for matrix in matrices])

@@ -1,4 +1,4 @@
-"""Opens a model: a `.gguf` file or a Hugging Face folder becomes one `ModelFiles`, whatever is inside.
+"""Opens a model: a `.gguf` or `.flm` file or a Hugging Face folder becomes one `ModelFiles`, whatever is inside.
 
 The families (`fastllm.models`) turn `architecture`, `config` and tensor names into a graph, `fastllm.text` turns `tokenizer`
 and `chat_template` into a tokenizer and a renderer. Nothing here guesses: a file that is missing, ambiguous or of another
@@ -16,6 +16,8 @@ import numpy as np
 
 from ..core.errors import ModelFileError, UnsupportedError
 from ..core.weights import TensorSource
+from .flm import FlmFile, read_flm
+from .flm_files import object_in, text_in, tokenizer_fields
 from .gguf import GGUFFile, metadata_value, read_gguf
 from .json_text import read_json
 from .reader import MappedFile, shown
@@ -34,7 +36,8 @@ INDEX = "model.safetensors.index.json"
 class TokenizerFiles:
     """Where the vocabulary is.
 
-    kind: "gguf" (everything is in `gguf`), "tokenizer.json", or "sentencepiece" (a `tokenizer.model`). path: the main file.
+    kind: "gguf" (everything is in `gguf`), "tokenizer.json", or "sentencepiece" (a `tokenizer.model`). path: the main file; data: its
+    bytes, where it is inside of another file.
     gguf: all `tokenizer.*` metadata, numbers as numpy arrays, strings as lists. config: tokenizer_config.json.
     special_tokens: special_tokens_map.json. added_tokens: added_tokens.json (text -> id).
     """
@@ -45,10 +48,11 @@ class TokenizerFiles:
     config: dict[str, Any] = field(default_factory=dict)
     special_tokens: dict[str, Any] = field(default_factory=dict)
     added_tokens: dict[str, Any] = field(default_factory=dict)
+    data: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
         """The bytes of the main file (tokenizer.json or tokenizer.model), at most 512 MiB. Raises ModelFileError."""
-        return _read_bytes(self.path, MAX_TOKENIZER_BYTES)
+        return self.data if self.data is not None else _read_bytes(self.path, MAX_TOKENIZER_BYTES)
 
 
 @dataclass
@@ -57,7 +61,8 @@ class ModelFiles:
 
     config: GGUF metadata without `tokenizer.*` (arrays as lists), or config.json. tensors: file name -> view of the mapped
     file, outermost dimension first. tokenizer: None only if the model has none. notes: lines worth telling the user, such as
-    "auto_map is ignored". Close it, or use it with `with`; the tensors must not be used afterwards.
+    "auto_map is ignored". ready: an FLM file has the weights of the graph by name, as they are used (`tensors` then has the shapes that
+    the source had); None elsewhere. Close it, or use it with `with`; the tensors must not be used afterwards.
     """
 
     path: Path
@@ -69,12 +74,18 @@ class ModelFiles:
     chat_template: str | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    source: GGUFFile | SafetensorsFile | None = field(default=None, repr=False)
+    source: GGUFFile | SafetensorsFile | FlmFile | None = field(default=None, repr=False)
+    ready: dict[str, TensorSource] | None = None
+
+    @property
+    def stored(self) -> dict[str, TensorSource]:
+        """The tensors that hold the weights."""
+        return self.tensors if self.ready is None else self.ready
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.stored.values())
 
     def check_unchanged(self) -> None:
         """Raises ModelFileError if a mapped file was written to or cut since it was opened; one fstat per file."""
@@ -84,6 +95,7 @@ class ModelFiles:
     def close(self) -> None:
         """Releases the mapped files; memory returns when the last view is gone."""
         self.tensors = {}
+        self.ready = None if self.ready is None else {}
         if self.source is not None:
             self.source.close()
 
@@ -95,7 +107,7 @@ class ModelFiles:
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFiles:
-    """Opens a GGUF file (of a split set: the first) or a Hugging Face folder. No tensor byte is read.
+    """Opens a GGUF file (of a split set: the first), an FLM file or a Hugging Face folder. No tensor byte is read.
 
     Raises ModelFileError for what is damaged, missing or contradictory, UnsupportedError for kinds that are not read.
     """
@@ -105,6 +117,8 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     suffix = given.suffix.lower()
     if suffix == ".gguf":
         return _open_gguf(given)
+    if suffix == ".flm":
+        return _open_flm(given)
     if suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"):
         raise _pickle_error(given, [given.name])
     file = MappedFile(given)  # names what is missing, empty, no regular file, a pointer or a web page
@@ -114,13 +128,9 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
                 "one .safetensors file is not a whole model: config.json and the tokenizer are missing",
                 fix=f"name its folder: {given.parent}",
             )
-        if suffix == ".flm":
-            raise UnsupportedError(
-                f"{given.name}: FLM files are not read by this version", who=str(given), fix="use a GGUF file or a folder"
-            )
         if suffix == ".json":
             raise file.error("a configuration alone holds no weights", fix=f"name its folder: {given.parent}")
-        raise file.wrong_magic("a model: a .gguf file or a folder with config.json and .safetensors files")
+        raise file.wrong_magic("a model: a .gguf or .flm file or a folder with config.json and .safetensors files")
     finally:
         file.close()
 
@@ -162,6 +172,36 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.size <= MAX_CONFIG_ARRAY:
         return value.tolist()
     return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+# FLM -------------------------------------------------------------------------------------------------------------------
+
+
+def _open_flm(path: Path) -> ModelFiles:
+    flm = read_flm(path)
+    try:
+        kind, architecture, config = (flm.manifest.get(key) for key in ("kind", "architecture", "config"))
+        if kind not in ("gguf", "huggingface") or not isinstance(architecture, str) or not isinstance(config, dict):
+            raise ModelFileError(
+                f"{path.name}: the manifest lacks a kind, an architecture or a configuration", who=str(path), fix="convert the model again"
+            )
+        fields = tokenizer_fields(flm.files, path)
+        template = text_in(flm.files, "chat_template.jinja", path)
+        return ModelFiles(
+            path=path,
+            kind=kind,
+            architecture=architecture,
+            config=config,
+            tensors=flm.tensors,
+            tokenizer=None if fields is None else TokenizerFiles(**fields),
+            chat_template=_template(template, "chat_template.jinja", str(path)) if template else None,
+            generation_config=object_in(flm.files, "generation_config.json", path),
+            source=flm,
+            ready=flm.ready,
+        )
+    except BaseException:
+        flm.close()
+        raise
 
 
 # Hugging Face folder ---------------------------------------------------------------------------------------------------

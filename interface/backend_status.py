@@ -93,7 +93,7 @@ def backend_status(name: str, model: str, options: LoadOptions, steps: int = 8) 
     planned = plan_model(model, options)
     try:
         watch = _Watch(dict(planned.backends))
-        executor = Executor(planned.plan, planned.definition.weights, planned.files.tensors, planned.backends, observe=watch)
+        executor = Executor(planned.plan, planned.definition.weights, planned.files.stored, planned.backends, observe=watch)
         try:
             count = min(PROMPT, planned.context - 1)
             executor.run(_batch(planned, 0, count))

@@ -23,6 +23,7 @@ from .core.graph import KVSpec, SlotSpec
 from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
 from .core.scheduler import POLICIES
+from .packed import Unpacker, repacked_note
 
 if TYPE_CHECKING:
     from .core.backend import Backend
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from .formats import ModelFiles
     from .text import ChatTemplate, Tokenizer
 
-__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "load_model", "open_files", "open_text", "plan_model"]
+__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_all", "load_model", "open_files", "open_text", "plan_model", "say_note"]
 
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
@@ -61,6 +62,8 @@ class LoadOptions:
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; max_queue: requests that may wait; schedule: who comes
     first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
+    dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size, no_quant_layer, dtype_config,
+    allow_requantize: as of `fastllm convert`;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
     configuration and plug-in files the user named; offline: no network.
     """
@@ -77,6 +80,11 @@ class LoadOptions:
     max_queue: int = 256
     schedule: str = "fcfs"
     fallback: str | None = None
+    dtype: str | None = None
+    group_size: int = 128
+    no_quant_layer: str | None = None
+    dtype_config: Path | None = None
+    allow_requantize: bool = False
     prefix_cache: bool = True
     strict: bool = False
     plugins_file: Path | None = None
@@ -107,6 +115,7 @@ class LoadOptions:
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
+        kinds |= {"dtype": (str, NoneType), "no_quant_layer": (str, NoneType), "allow_requantize": (bool,)}
         kinds |= {"prefix_cache": (bool,), "strict": (bool,), "plugin_paths": (list, tuple)}
         for name, allowed in kinds.items():
             if not isinstance(getattr(self, name), allowed):
@@ -117,13 +126,14 @@ class LoadOptions:
             "backend_options": all(isinstance(k, str) and isinstance(v, str) for k, v in pairs),
             "plugin_paths": all(isinstance(p, str | os.PathLike) for p in self.plugin_paths),
             "plugins_file": self.plugins_file is None or isinstance(self.plugins_file, str | os.PathLike),
+            "dtype_config": self.dtype_config is None or isinstance(self.dtype_config, str | os.PathLike),
             "progress": callable(self.progress),
             "message": callable(self.message),
             "licence": self.licence is None or callable(self.licence),
         }
         for name, fits in right.items():
             if not fits:
-                needed = {"backend_options": "a dict of texts", "plugin_paths": "a list of paths", "plugins_file": "a path"}.get(name, "a function")
+                needed = {"backend_options": "a dict of texts", "plugin_paths": "a list of paths", "plugins_file": "a path", "dtype_config": "a path"}.get(name, "a function")
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {needed}", fix=f"leave {name} out, or give another value")
 
 
@@ -141,13 +151,14 @@ class ModelPlan:
     context: int
     options: LoadOptions
     available_bytes: int | None
+    unpacker: Unpacker | None = None
     closed: bool = False
 
     def close(self) -> None:
         """Closes backends and files, the rest also if one fails; may be called twice."""
         if not self.closed:
             self.closed = True
-            close_all(*(backend.close for backend in self.backends.values()), self.files.close)
+            close_all(*(() if self.unpacker is None else (self.unpacker.close,)), *(backend.close for backend in self.backends.values()), self.files.close)
 
 
 @dataclass
@@ -222,8 +233,10 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         options.message(line)
     files = open_files(model, options)
     backends: dict[str, Backend] = {}
+    unpacker = Unpacker(files, backends, registry)
     try:
-        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx)
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready)
+        definition = with_dtype(definition, files, options)
         if options.ctx is not None and options.ctx > definition.max_position:
             raise UsageError(
                 f"--ctx {options.ctx:,} is more than the {definition.max_position:,} tokens this model was made for",
@@ -234,7 +247,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         if options.threads and "threads" in selection.spec.options:
             chosen["threads"] = str(options.threads)
         elif options.threads:
-            _note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
+            say_note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
         backends[selection.name] = registry.open(selection, chosen)
         if backends[selection.name].warning:
             options.message(backends[selection.name].warning)
@@ -243,10 +256,27 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
         _report(plan, definition, files, fallback, options)
+        if note := repacked_note(files, plan):
+            options.message(note)
     except BaseException:
-        close_all(*(backend.close for backend in backends.values()), files.close)
+        close_all(unpacker.close, *(backend.close for backend in backends.values()), files.close)
         raise
-    return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available)
+    return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available, unpacker)
+
+
+def with_dtype(definition: ModelDef, files: ModelFiles, options: LoadOptions) -> ModelDef:
+    """The model with the conversions that the options ask for. Raises UsageError for rules that cannot be followed."""
+    if options.dtype is None and options.dtype_config is None and options.no_quant_layer is None:
+        return definition
+    from .convert import requantised
+    from .formats.quant_rules import QuantRules, read_rules
+
+    listed = () if options.dtype_config is None else read_rules(Path(options.dtype_config))
+    rules = QuantRules(options.dtype, options.group_size, options.no_quant_layer, listed, options.allow_requantize)
+    changed, notes = requantised(definition, files.stored, rules)
+    for line in notes:
+        say_note(line, options, str(files.path))
+    return changed
 
 
 def _fit(
@@ -260,7 +290,7 @@ def _fit(
 
     def planned(context: int, num_blocks: int) -> Plan:
         full = replace(limits, context=context, num_blocks=num_blocks)
-        return make_plan(definition.graph, definition.weights, files.tensors, backends, placement, full, fallback=fallback)
+        return make_plan(definition.graph, definition.weights, files.stored, backends, placement, full, fallback=fallback)
 
     trial = planned(options.ctx or definition.max_position, 1)
     block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
@@ -300,7 +330,7 @@ def _mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 
-def _note(line: str, options: LoadOptions, who: str) -> None:
+def say_note(line: str, options: LoadOptions, who: str) -> None:
     """Tells that something is done differently from what was asked; with `strict`, refuses it."""
     if options.strict:
         raise UsageError(f"--strict: {line}", who=who, fix="run without --strict to accept this")
@@ -310,7 +340,7 @@ def _note(line: str, options: LoadOptions, who: str) -> None:
 def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, options: LoadOptions) -> None:
     """The lines that must be visible: notes of the files and the family, ops that leave their device."""
     for line in (*files.notes, *definition.notes):
-        _note(line, options, str(files.path))
+        say_note(line, options, str(files.path))
     left = plan.fallbacks
     if left and fallback == "allow":
         options.message(f"{len(left)} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
@@ -355,7 +385,7 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
         defaults = _generation_defaults(files)
         files.check_unchanged()
         report: Callable[[int, int, str], None] = lambda done, total, name: options.progress("load", done, total)  # noqa: E731
-        executor = Executor(planned.plan, planned.definition.weights, files.tensors, planned.backends, report)
+        executor = Executor(planned.plan, planned.definition.weights, files.stored, planned.backends, report)
     except BaseException:
         planned.close()
         raise

@@ -71,12 +71,14 @@ def build(
     sources: Mapping[str, TensorSource],
     *,
     context_limit: int | None = None,
+    ready: Mapping[str, TensorSource] | None = None,
 ) -> ModelDef:
     """The model of a file, ready to be planned.
 
     files_kind: where config and names come from. architecture: `model_type` or `general.architecture`. config: config.json, or
     the GGUF metadata. sources: the tensors by name. context_limit: longest sequence in tokens that will be run (default: what
     the model was made for); only length-dependent rope scaling looks at it.
+    ready: the weights of the graph by name, if a file holds them as they are used; `sources` then only says what there was.
 
     Raises UnsupportedError for an unknown architecture or an unknown value of a known key, ModelFileError for a configuration
     that is damaged, contradicts itself, or does not belong to the tensors.
@@ -103,6 +105,8 @@ def build(
     refs = _checked(graph, ref_of, sources)
     used |= {name for ref in refs.values() for name in ref.names}
     notes += _unused(family, c, sources, used, gguf=gguf)
+    if ready is not None:
+        refs = _checked(graph, WeightRef, ready)
     return ModelDef(
         architecture=architecture,
         graph=graph,

@@ -375,7 +375,7 @@ def backend_list() -> str:
 
 
 COMMANDS = (
-    "run", "server", "bench.serve", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "run", "server", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
     "conformance.run", "conformance.list", "conformance.verify",
 )  # fmt: skip
 

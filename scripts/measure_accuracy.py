@@ -46,13 +46,13 @@ class Model:
     """A loaded model that gives the logits of every token of one sequence. Close it."""
 
     def __init__(self, files: ModelFiles, backend: str, options: dict[str, str]):
-        definition = models.build(files.kind, files.architecture, files.config, files.tensors)
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
         registry = BackendRegistry()
         self.backend = registry.open(registry.select(backend), options)
         backends = {backend: self.backend}
         limits = StepLimits(CONTEXT, 1, CONTEXT, CONTEXT, BLOCK, CONTEXT // BLOCK)
-        plan = make_plan(definition.graph, definition.weights, files.tensors, backends, Placement.on(backend), limits, fallback="error")
-        self.executor = Executor(plan, definition.weights, files.tensors, backends)
+        plan = make_plan(definition.graph, definition.weights, files.stored, backends, Placement.on(backend), limits, fallback="error")
+        self.executor = Executor(plan, definition.weights, files.stored, backends)
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """f32 [n, V] of n ids, computed as one prompt."""

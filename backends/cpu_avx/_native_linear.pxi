@@ -17,6 +17,7 @@ cdef extern from *:
     const fl_linear_ops *fl_linear_of(const char *isa) nogil
 
 cdef extern from "linear.h" nogil:
+    int fl_unpack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst)
     void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int exact, int accumulate)
 
 
@@ -49,6 +50,16 @@ def linear_pack(str layout, int64_t N, int64_t K, const uint8_t[::1] src, uint8_
         raise ValueError(f"{strip1 - strip0} strips are {packed // strips * (strip1 - strip0)} bytes; dst has {dst.shape[0]}")
     with nogil:
         fl_pack_strips(number, N, K, strip0, strip1, &src[0], &dst[0])
+
+
+def linear_unpack(str layout, int64_t N, int64_t K, const uint8_t[::1] src, uint8_t[::1] dst) -> None:
+    """The file bytes that linear_pack packed. Raises ValueError where shape and lengths disagree."""
+    cdef int number = layout_number(layout)
+    cdef size_t packed = fl_packed_bytes(number, N, K), plain = fl_source_bytes(number, N, K)
+    if packed == 0 or <size_t>src.shape[0] != packed or <size_t>dst.shape[0] != plain:
+        raise ValueError(f"{N} x {K} values of {layout} are {packed} bytes packed and {plain} in the file; got {src.shape[0]} and {dst.shape[0]}")
+    with nogil:
+        fl_unpack(number, N, K, &src[0], &dst[0])
 
 
 cdef const fl_linear_ops *_linear_ops(str isa) except NULL:

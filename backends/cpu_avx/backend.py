@@ -76,6 +76,8 @@ class CpuBackend(Backend):
     that was asked for, "" if nothing."""
 
     name = "cpu_avx"
+    pack_rows = 32
+    maps_weights = True
 
     def __init__(self, threads: int = 0, isa: str = "auto", act: str = "int8", kv_dtype: str = "f16", pin: bool = True):
         """Starts the threads. Raises UsageError for options that cannot be, BackendUnavailable if threads cannot be made."""
@@ -178,6 +180,19 @@ class CpuBackend(Backend):
             raise ShapeError(f"weight '{weight.name}' has {data.nbytes:,} bytes, which is not {weight.format}{list(weight.shape)}")
         if status > 0:
             raise EngineError("the threads of this backend cannot be used: it was opened in another process, or is busy", who="cpu_avx")
+
+    def unpack_weight(self, data: np.ndarray, layout: PackedLayout) -> np.ndarray:
+        """The file's bytes. Raises UnsupportedError for a layout of another backend or version, or of another size."""
+        known = pack.LAYOUTS.get(layout.format)
+        if known != layout.id or layout.version != pack.VERSION or data.nbytes != layout.nbytes:
+            return super().unpack_weight(data, layout)
+        rows, width = layout.shape
+        out = np.empty(_native.source_bytes(layout.id, rows, width), np.uint8)
+        try:
+            _native.linear_unpack(layout.id, rows, width, np.ascontiguousarray(data), out)
+        except ValueError as error:
+            raise ShapeError(f"packed weight: {error}") from None
+        return out
 
     # ops --------------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ __all__ = ["ALIASES", "COMMANDS", "cli"]
 COMMANDS = {
     "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
     "server": ("fastllm.cli.server", "Serve a model to clients of the OpenAI and Anthropic interfaces."),
-    "bench": ("fastllm.cli.bench", "Measure how fast a server answers."),
+    "convert": ("fastllm.cli.convert", "Write a model as one FLM file, quantised and packed."),
+    "verify": ("fastllm.cli.verify", "Check every byte of a model file that can be checked."),
     "download": ("fastllm.cli.download", "Fetch a model into the cache."),
     "list": ("fastllm.cli.download", "Show the models that are on this machine."),
     "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
@@ -26,7 +27,7 @@ COMMANDS = {
 }
 """name -> (module, one line of help): the help of the group is shown without importing any command."""
 
-ALIASES = {"chat": "run", "serve": "server", "backend": "backends"}
+ALIASES = {"chat": "run", "serve": "server", "backend": "backends", "export": "convert"}
 
 
 def same_dashes(name: str) -> str:

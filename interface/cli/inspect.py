@@ -34,7 +34,7 @@ def inspect_command(model: str, tensors: bool, template: bool, as_json: bool, de
     with files:
         facts = describe(files)
         if as_json:
-            facts["tensors"] = [_tensor_row(t) for t in files.tensors.values()]
+            facts["tensors"] = [_tensor_row(t) for t in files.stored.values()]
             facts["chat_template"] = files.chat_template
             facts["config"] = _finite({k: v for k, v in files.config.items() if isinstance(v, str | int | float | bool | list | dict)})
             click.echo(json.dumps(facts, indent=1, default=str, allow_nan=False))
@@ -43,7 +43,7 @@ def inspect_command(model: str, tensors: bool, template: bool, as_json: bool, de
             click.echo(f"{key.replace('_', ' '):18} {escape_controls(_shown(value))}")
         if tensors:
             click.echo()
-            for row in map(_tensor_row, files.tensors.values()):
+            for row in map(_tensor_row, files.stored.values()):
                 click.echo(f"{escape_controls(row['name']):48} {row['format']:7} {row['shape']!s:20} {row['size_bytes']:>14,}")
         if template:
             click.echo()
@@ -55,22 +55,22 @@ def describe(files: ModelFiles) -> dict[str, Any]:
     from .. import models
     from ..core.errors import FastLLMError
 
-    values = sum(_count(t.shape) for t in files.tensors.values())
+    values = sum(_count(t.shape) for t in files.stored.values())
     formats: Counter[str] = Counter()
-    for t in files.tensors.values():
+    for t in files.stored.values():
         formats[t.format] += t.nbytes
     facts: dict[str, Any] = {
         "path": str(files.path),
-        "kind": files.kind,
+        "kind": files.kind if files.ready is None else f"flm from {files.kind}",
         "architecture": files.architecture,
         "parameters": values,
         "size_bytes": files.size_bytes,
         "bits_per_weight": round(8 * files.size_bytes / max(1, values), 2),
         "formats": {name: f"{100 * size / max(1, files.size_bytes):.1f} %" for name, size in formats.most_common()},
-        "tensor_count": len(files.tensors),
+        "tensor_count": len(files.stored),
     }
     try:
-        built = models.build(files.kind, files.architecture, files.config, files.tensors)
+        built = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
         facts |= {"context": built.max_position, "layers": built.num_layers, "hidden_size": built.hidden_size, "vocabulary": built.vocab_size}
         facts |= {key: value for key, value in built.details.items() if isinstance(value, str | int | float)}
         facts["notes"] = [*files.notes, *built.notes]

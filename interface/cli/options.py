@@ -29,6 +29,11 @@ _model = (
     click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated."),
     click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
     click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
+    click.option("--dtype", metavar="NAME", help="Convert weights while loading: int4, int4g64, int8, bf16, f16, …  [default: as stored]"),
+    click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]), default="128", show_default=True, help="Weights that share a scale, for int4 and int8."),
+    click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
+    click.option("--dtype-config", type=click.Path(dir_okay=False, path_type=Path), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
+    click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
     click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device.  [default: warn]"),
     click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
     click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file."),
@@ -83,6 +88,9 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     """`LoadOptions` from the values of `model_options`."""
     from ..loading import LoadOptions
 
-    names = ("backend", "threads", "ctx", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
+    names: tuple[str, ...] = ("backend", "threads", "ctx", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
+    names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize")
     chosen = {name: values[name] for name in names if name in values}
+    if "group_size" in values:
+        chosen["group_size"] = int(values["group_size"])
     return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **chosen, **extra)

@@ -48,6 +48,8 @@ def plan_command(model: str | None, **values: Any) -> None:
     for key in ("weights", "cache", "activations", "total", "available"):
         size = facts[f"{key}_bytes"]
         click.echo(f"{key:22} {'unknown' if size is None else f'{size / (1 << 20):,.1f} MiB'}")
+    if facts["mapped_bytes"]:
+        click.echo(f"{'used from the file':22} {facts['mapped_bytes'] / (1 << 20):,.1f} MiB")
     for line in facts["layers"]:
         click.echo(f"{'layers ' + line['layers']:22} {line['device']}")
     for layout, size in facts["weight_layouts"].items():
@@ -64,11 +66,12 @@ def plan_command(model: str | None, **values: Any) -> None:
 def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
     """The plan as plain data, for people and for `--json`."""
     plan = planned.plan
-    weights, cache, state = (plan.total_bytes(a) for a in ("weights", "kv", "state"))
+    cache, state, mapped = (plan.total_bytes(a) for a in ("kv", "state", "mapped"))
+    weights = plan.total_bytes("weights") + mapped
     activations = plan.total_bytes("scratch") + plan.total_bytes("host") + state
     layouts: Counter[str] = Counter()
     for place in plan.places.values():
-        if place.arena == "weights":
+        if place.arena in ("weights", "mapped"):
             layouts[place.layout.id if place.layout else place.dtype] += place.nbytes
     left: Counter[tuple[str, str, str]] = Counter((plan.graph.nodes[d.node].op, d.device, d.reason) for d in plan.fallbacks)
     per_token = plan.bytes_per_token()
@@ -81,6 +84,7 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "context": planned.context,
         "sequences": plan.limits.max_sequences,
         "weights_bytes": weights,
+        "mapped_bytes": mapped,
         "cache_bytes": cache,
         "activations_bytes": activations,
         "total_bytes": weights + cache + activations,

@@ -194,12 +194,12 @@ class Runtime:
     def info(self) -> dict[str, Any]:
         """`meta` of the model's entry in /v1/models."""
         planned = self.model.planned
-        tensors = planned.files.tensors
+        tensors = planned.files.stored
         return {
             "n_ctx": self.model.context,
             "n_params": sum(_count(t.shape) for t in tensors.values()),
             "size": sum(t.data.nbytes for t in tensors.values()),
-            "format": "gguf" if planned.files.kind == "gguf" else "safetensors",
+            "format": "flm" if planned.files.ready is not None else "gguf" if planned.files.kind == "gguf" else "safetensors",
         }
 
 

@@ -110,6 +110,20 @@ def test_strips_can_be_packed_apart(format: str) -> None:
     assert same_bits(apart, case.packed)
 
 
+@pytest.mark.parametrize("rows", [1, 45, 64])
+@pytest.mark.parametrize("format", pack.LAYOUTS)
+def test_unpacking_gives_the_bytes_of_the_file(format: str, rows: int) -> None:
+    rng = np.random.default_rng(8)
+    source = rng.integers(0, 256, FORMATS[format].nbytes(rows * 512), dtype=np.uint8)  # any bytes: nothing is read as a number
+    packed = np.zeros(_native.packed_bytes(pack.LAYOUTS[format], rows, 512), np.uint8)
+    _native.linear_pack(pack.LAYOUTS[format], rows, 512, source, packed)
+    back = np.full_like(source, 85)
+    _native.linear_unpack(pack.LAYOUTS[format], rows, 512, packed, back)
+    assert same_bits(back, source)
+    with pytest.raises(ValueError, match="bytes packed"):
+        _native.linear_unpack(pack.LAYOUTS[format], rows, 512, packed[:-1], back)
+
+
 def test_packed_size_stays_close_to_the_file() -> None:
     for format, layout in pack.LAYOUTS.items():
         ratio = _native.packed_bytes(layout, 64, 1024) / FORMATS[format].nbytes(64 * 1024)

@@ -40,6 +40,8 @@ int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src,
             uint8_t *dst); /* src: file bytes of the layout's source format; 0 ok */
 /* Only strips [strip0, strip1) of it: src and dst point at the first of them. */
 int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t strip1, const uint8_t *src, uint8_t *dst);
+/* The file bytes again. src: fl_packed_bytes; dst: fl_source_bytes; 0 ok. */
+int fl_unpack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst);
 int fl_prepare_kind(int layout, int exact);                  /* exact: f32 activations */
 size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K); /* scratch for fl_acts.data */
 

@@ -1,4 +1,4 @@
-/* Packing: file bytes of a weight -> strips (layouts.h), losslessly.
+/* Packing: file bytes of a weight -> strips (layouts.h), losslessly; and back, for packed files that another backend runs.
  *
  * Strips are independent, so a caller may pack any range of them, in any order and on any thread, with only the file rows of that
  * range in memory. Callers (_native_linear.pxi) check the lengths of both buffers against fl_source_bytes and fl_packed_bytes.
@@ -231,4 +231,166 @@ int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t str
 
 int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst) {
     return fl_pack_strips(layout, N, K, 0, (N + FL_STRIP - 1) / FL_STRIP, src, dst);
+}
+
+/* ---- back --------------------------------------------------------------------------------------------------------------- */
+
+/* 32 codes of row r out of the planes of a tile: the inverse of write_codes. */
+static void read_codes(const fl_layout *L, const uint8_t *tile, int r, uint8_t *q) {
+    const uint8_t *low = tile + fl_low_at(L) + 4 * r, *high = tile + fl_high_at(L) + 4 * r;
+    for (int k = 0; k < FL_TILE_K; k++) {
+        const int step = k / 4, i = k % 4;
+        int code = L->low == 8   ? low[FL_LINE * step + i]
+                   : L->low == 4 ? low[FL_LINE * (step / 2) + i] >> 4 * (step % 2) & 15
+                                 : low[FL_LINE * (step / 4) + i] >> 2 * (step % 4) & 3;
+        if (L->high == 1) code |= (high[i] >> step & 1) << L->low;
+        if (L->high == 2) code |= (high[FL_LINE * (step / 4) + i] >> 2 * (step % 4) & 3) << L->low;
+        q[k] = (uint8_t)code;
+    }
+}
+
+static void put_nibbles(const uint8_t *q, uint8_t *out) {
+    for (int i = 0; i < 16; i++) out[i] = (uint8_t)((q[i] & 15) | (q[i + 16] & 15) << 4);
+}
+
+static void put_fifth_bits(const uint8_t *q, uint8_t *bits) {
+    for (int i = 0; i < 32; i++) bits[i / 8] |= (uint8_t)((q[i] >> 4 & 1) << i % 8);
+}
+
+static void put_scales_k(const block_parts *in, uint8_t *out) {
+    for (int j = 0; j < 4; j++) {
+        out[j] = (uint8_t)((in->scales[j][0] & 63) | in->scales[j + 4][0] >> 4 << 6);
+        out[j + 4] = (uint8_t)((in->scales[j][1] & 63) | in->scales[j + 4][1] >> 4 << 6);
+        out[j + 8] = (uint8_t)((in->scales[j + 4][0] & 15) | (in->scales[j + 4][1] & 15) << 4);
+    }
+}
+
+/* One block of a row from its parts: the inverse of read_block. out is zeroed. */
+static void write_block(int layout, const block_parts *in, uint8_t *out) {
+    const uint8_t *q = in->q;
+    uint8_t *d = out, *m = NULL;
+    switch (layout) {
+    case FL_Q4_0:
+    case FL_IQ4_NL:
+        put_nibbles(q, out + 2);
+        break;
+    case FL_Q4_1:
+        m = out + 2, put_nibbles(q, out + 4);
+        break;
+    case FL_Q5_0:
+        put_nibbles(q, out + 6), put_fifth_bits(q, out + 2);
+        break;
+    case FL_Q5_1:
+        m = out + 2, put_nibbles(q, out + 8), put_fifth_bits(q, out + 4);
+        break;
+    case FL_Q8_0:
+    case FL_INT8G64:
+    case FL_INT8G128:
+        memcpy(out + 2, q, (size_t)FL_LAYOUT[layout].block);
+        break;
+    case FL_MXFP4:
+        out[0] = in->d[0], d = NULL, put_nibbles(q, out + 1);
+        break;
+    case FL_INT4G32:
+    case FL_INT4G64:
+    case FL_INT4G128:
+    case FL_INT4G256:
+        out[2] = in->m[0];
+        for (int i = 0; i < FL_LAYOUT[layout].block / 32; i++) put_nibbles(q + 32 * i, out + 3 + 16 * i);
+        break;
+    case FL_INT4G64S:
+    case FL_INT4G128S:
+    case FL_INT4G256S:
+        for (int i = 0; i < FL_LAYOUT[layout].block / 32; i++) put_nibbles(q + 32 * i, out + 2 + 16 * i);
+        break;
+    case FL_Q2_K:
+        for (int i = 0; i < 16; i++) out[i] = in->scales[i / 2][i % 2];
+        for (int i = 0; i < 256; i++) out[16 + 32 * (i / 128) + i % 32] |= (uint8_t)(q[i] << 2 * (i % 128 / 32));
+        d = out + 80, m = out + 82;
+        break;
+    case FL_Q3_K:
+        for (int i = 0; i < 16; i++) {
+            const int s = (uint8_t)(in->scales[i / 2][i % 2] + 32);
+            out[96 + i % 8] |= (uint8_t)((s & 15) << 4 * (i / 8));
+            out[104 + i % 4] |= (uint8_t)((s >> 4 & 3) << 2 * (i / 4));
+        }
+        for (int i = 0; i < 256; i++) {
+            out[32 + 32 * (i / 128) + i % 32] |= (uint8_t)((q[i] & 3) << 2 * (i % 128 / 32));
+            out[i % 32] |= (uint8_t)((q[i] >> 2 & 1) << i / 32);
+        }
+        d = out + 108;
+        break;
+    case FL_Q4_K:
+    case FL_Q5_K: {
+        uint8_t *low = out + (layout == FL_Q4_K ? 16 : 48);
+        m = out + 2;
+        put_scales_k(in, out + 4);
+        for (int i = 0; i < 256; i++) low[32 * (i / 64) + i % 32] |= (uint8_t)((q[i] & 15) << 4 * (i % 64 / 32));
+        if (layout == FL_Q5_K)
+            for (int i = 0; i < 256; i++) out[16 + i % 32] |= (uint8_t)((q[i] >> 4 & 1) << i / 32);
+        break;
+    }
+    case FL_Q6_K:
+        for (int i = 0; i < 16; i++) out[192 + i] = in->scales[i / 2][i % 2];
+        for (int i = 0; i < 256; i++) {
+            const int half = i / 128, quarter = i % 128 / 32, t = i % 32;
+            out[64 * half + 32 * (quarter & 1) + t] |= (uint8_t)((q[i] & 15) << 4 * (quarter >> 1));
+            out[128 + 32 * half + t] |= (uint8_t)((q[i] >> 4 & 3) << 2 * quarter);
+        }
+        d = out + 208;
+        break;
+    default: /* FL_IQ4_XS */
+        for (int j = 0; j < 8; j++) {
+            const int s = (uint8_t)(in->scales[j][0] + 32);
+            out[2 + j / 4] |= (uint8_t)((s >> 4 & 3) << 2 * (j % 4));
+            out[4 + j / 2] |= (uint8_t)((s & 15) << 4 * (j % 2));
+            put_nibbles(q + 32 * j, out + 8 + 16 * j);
+        }
+        break;
+    }
+    if (d) memcpy(d, in->d, 2);
+    if (m) memcpy(m, in->m, 2);
+}
+
+static void unpack_blocks(int layout, int rows, int64_t K, const uint8_t *src, uint8_t *dst) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    const int64_t blocks = K / L->block;
+    const size_t packed = fl_block_packed(L), tile_bytes = (size_t)fl_tile_bytes(L);
+    block_parts parts;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int r = 0; r < rows; r++) {
+            uint8_t *out = dst + ((size_t)r * (size_t)blocks + (size_t)b) * (size_t)L->block_bytes;
+            const uint8_t *head = src + (size_t)b * packed, *tile = head + L->head;
+            if (L->scale == FL_SCALE_EXP) parts.d[0] = head[r];
+            else
+                memcpy(parts.d, head + 2 * r, 2);
+            if (L->scale == FL_SCALE_ZERO) parts.m[0] = head[64 + r];
+            else if (L->minimum)
+                memcpy(parts.m, head + 64 + 2 * r, 2);
+            for (int t = 0; t < L->block / FL_TILE_K; t++, tile += tile_bytes) {
+                for (int l = 0; l < L->lines; l++) parts.scales[t][l] = tile[FL_STRIP * l + r];
+                read_codes(L, tile, r, parts.q + FL_TILE_K * t);
+            }
+            memset(out, 0, (size_t)L->block_bytes);
+            write_block(layout, &parts, out);
+        }
+}
+
+int fl_unpack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst) {
+    const fl_layout *L = checked(layout, N, K);
+    if (!L || !src || !dst) return -1;
+    const size_t strip = fl_strip_bytes(L, K), row = (size_t)(K / L->block) * (size_t)L->block_bytes;
+    for (int64_t s = 0; s < (N + FL_STRIP - 1) / FL_STRIP; s++) {
+        const int rows = N - s * FL_STRIP < FL_STRIP ? (int)(N - s * FL_STRIP) : FL_STRIP;
+        const uint8_t *in = src + (size_t)s * strip;
+        uint8_t *out = dst + (size_t)s * FL_STRIP * row;
+        if (L->block > 1) unpack_blocks(layout, rows, K, in, out);
+        else
+            for (int r = 0; r < rows; r++)
+                for (int64_t k = 0; k < K; k++) {
+                    const size_t size = (size_t)L->block_bytes, at = ((size_t)k * FL_STRIP + (size_t)r) * size;
+                    memcpy(out + ((size_t)r * (size_t)K + (size_t)k) * size, in + at, size);
+                }
+    }
+    return 0;
 }
