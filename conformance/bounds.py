@@ -158,7 +158,7 @@ def act_mul(gate: Array, up: Array | None, kind: str) -> Expected:
         elif kind == "tanh":
             bound = size * u * 10
         elif kind == "relu":
-            bound = np.zeros_like(size)
+            bound = size * u  # one product, correctly rounded, needs half of this
         elif kind == "gelu":
             bound = size * u * (6 + 2 * np.minimum(g * g, 400) * (g < 0))
         elif kind == "gelu_tanh":

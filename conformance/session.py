@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fastllm.api import Backend, BackendSpec, open_backend
 
@@ -43,6 +43,10 @@ class Target:
 
     def open(self, **more: str) -> tuple[Backend, BackendSpec]:
         """An open backend; `more` overrides options."""
+        if self.mutant:
+            from .mutants import open_mutant
+
+            return open_mutant(self.mutant, more)
         return open_backend(self.name, {**self.options, **more}, plugins_file=self.plugins_file, plugin_paths=self.plugin_paths)
 
 
@@ -99,7 +103,7 @@ class Session:
             with contextlib.suppress(Exception):
                 backend.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -374,9 +375,32 @@ def backend_list() -> str:
     return table(("backend", "priority", "what"), [(f"`{s.name}`", str(s.priority), s.summary) for s in backend_specs()])
 
 
+def kills() -> str:
+    """The kill table, as `fastllm conformance self-test --write` left it."""
+    from fastllm import conformance
+
+    table_file = Path(conformance.__file__).parent / "kills.json"
+    rows = [(f"`{k['name']}`", k["what"], f"`{k['rule']}`", f"`{k['case']}`") for k in json.loads(table_file.read_text(encoding="utf-8"))]
+    return f"{len(rows)} mutants, all killed.\n\n" + table(("mutant", "fault", "rule", "killed by"), rows)
+
+
+def calibration() -> str:
+    """The worst margins of honest kernels per op."""
+    from fastllm.conformance.calibrate import FOLDER
+
+    columns = {p.stem: json.loads(p.read_text(encoding="utf-8"))["bins"] for p in sorted(FOLDER.glob("*.json"))}
+    ops = list(dict.fromkeys(name.split("|")[0] for bins in columns.values() for name in bins))
+
+    def worst(bins: dict[str, Any], op: str) -> str:
+        margins = [entry["margin"] for name, entry in bins.items() if name.startswith(f"{op}|")]
+        return f"{max(margins):.2f}" if margins else "–"
+
+    return table(("op", *columns), [(f"`{op}`", *(worst(bins, op) for bins in columns.values())) for op in ops])
+
+
 COMMANDS = (
     "run", "server", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
-    "conformance.run", "conformance.list", "conformance.verify",
+    "conformance.run", "conformance.list", "conformance.verify", "conformance.self-test", "conformance.calibrate",
 )  # fmt: skip
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -403,6 +427,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "memory-types": _fields("Tensor", "PackedLayout", "Limits", "MemoryInfo"),
     "programs": _fields("StepDims", "CompileEnv"),
     "backend-list": backend_list,
+    "kills": kills,
+    "calibration": calibration,
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
 }

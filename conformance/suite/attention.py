@@ -182,7 +182,11 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, o
                 kit.write(s, np.arange(n)[::-1].copy())
         if order == "skipped":  # a negative slot stores nothing
             ones = np.ones((2, setup.kv_heads, setup.dk), np.float32)
-            kit.kv_write(ones, In(np.ones((2, setup.kv_heads, setup.dv), np.float32), "f32", "T"), np.array([-1, -1], np.int32))
+            assert kit.cache.region is not None
+            before = kit.bench.fetch(kit.cache.region)
+            kit.kv_write(ones, In(np.ones((2, setup.kv_heads, setup.dv), np.float32), "f32", "T"), np.array([-1, -7], np.int32))
+            if not same_bits(before, kit.bench.fetch(kit.cache.region)):
+                raise Failure("exact", "a negative slot changed the cache; it stores nothing")
         where = [np.arange(n, dtype=np.int32) for n in setup.lengths]
         queries = [numbers.normal(n, setup.heads, setup.dk) for n in setup.lengths]
         ran = kit.attend(queries, where, window=1)

@@ -142,3 +142,55 @@ def verify_command(report: str, as_json: bool, debug: bool) -> int:
             click.echo(escape_controls(line))
         click.echo(f"{report}: {'does not verify' if wrong else 'consistent'}")
     return 1 if wrong else 0
+
+
+@conformance_command.command("self-test")
+@click.option("--mutant", "mutants", metavar="GLOB", multiple=True, help="Only these mutants; may be repeated.")
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the kill table to a JSON file.")
+@_with(_common)
+def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, as_json: bool, debug: bool) -> int:
+    """Break backends on purpose and check that the suite sees it.
+
+    Each mutant must differ from its honest base and be killed by the rule that it names. Exit code 1 if one is dead or survives.
+    """
+    from ..conformance.mutants import self_test
+    from .terminal import escape_controls
+
+    kills = self_test(mutants, jobs)
+    bad = [k for k in kills if not k.good]
+    table = [{"name": k.name, "family": k.family, "what": k.what, "verdict": k.verdict, "rule": k.rule, "case": k.case} for k in kills]
+    if write is not None:
+        write.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(table, indent=1))
+    else:
+        for kill in bad:
+            click.echo(escape_controls(f"{kill.verdict}: {kill.name} ({kill.what}), rule {kill.rule}: {kill.message}  [{kill.case}]"))
+        click.echo(f"{len(kills) - len(bad)} of {len(kills)} mutants killed by the rule that they name")
+    return 1 if bad else 0
+
+
+@conformance_command.command("calibrate")
+@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, and cpu_avx in every variant]")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for one JSON file per backend.  [default: print only]")
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
+@_with(_common)
+def calibrate_command(backends: tuple[str, ...], out: Path | None, jobs: int, as_json: bool, debug: bool) -> int:
+    """Measure how much of its bound honest kernels need, per op, format, data class and length of the sum.
+
+    Exit code 1 if one needs more than 0.75: then the bound, or the kernel, is wrong.
+    """
+    from ..conformance.calibrate import calibrate, default_targets, named_target
+
+    targets = [named_target(name) for name in backends] or default_targets()
+    measured = calibrate(targets, out, jobs)
+    if as_json:
+        click.echo(json.dumps(measured, indent=1))
+    worst = 0.0
+    for name, bins in measured.items():
+        top = max(bins, key=lambda b: bins[b]["margin"], default="")
+        if top and not as_json:
+            click.echo(f"{name:24} {len(bins)} bins, worst {bins[top]['margin']:.2f} in {top}")
+        worst = max(worst, bins[top]["margin"] if top else 0.0)
+    return 1 if worst > 0.75 else 0

@@ -1,0 +1,61 @@
+"""Every mutant is alive and killed by the rule that it names, as the committed table says; bounds are calibrated on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fastllm.conformance
+from fastllm.api import CORE_OPS, UsageError
+from fastllm.cli.main import run_command
+from fastllm.conformance.calibrate import FOLDER
+from fastllm.conformance.mutants import all_mutants, judge_mutant, self_test
+from fastllm.conformance.suite import all_cases
+
+TABLE = json.loads((Path(fastllm.conformance.__file__).parent / "kills.json").read_text())
+
+
+def test_every_mutant_is_killed_by_the_rule_that_it_names():
+    kills = self_test()
+    assert [f"{k.verdict}: {k.name}: {k.message}" for k in kills if not k.good] == []
+    assert len(kills) >= 60
+    found = [{"name": k.name, "family": k.family, "what": k.what, "verdict": k.verdict, "rule": k.rule} for k in kills]
+    listed = [{n: v for n, v in k.items() if n != "case"} for k in TABLE]
+    assert found == listed, "run: fastllm conformance self-test --write conformance/kills.json"
+
+
+def test_a_mutant_without_a_fault_is_dead_and_one_that_nobody_sees_survives(monkeypatch):
+    from dataclasses import replace
+
+    known = all_mutants()
+    honest = replace(known["softmax.last_left_out"], make=known["softmax.last_left_out"].base)
+    monkeypatch.setitem(known, "softmax.last_left_out", honest)
+    assert judge_mutant("softmax.last_left_out").verdict == "dead"
+    elsewhere = replace(known["rms_norm.eps_missing"], cases="rms_norm/f32/row/m3-n33/*#bound")
+    monkeypatch.setitem(known, "rms_norm.eps_missing", elsewhere)
+    assert judge_mutant("rms_norm.eps_missing").verdict == "survived"
+    monkeypatch.setitem(known, "rms_norm.random", replace(known["rms_norm.random"], rule="guard"))
+    assert judge_mutant("rms_norm.random").verdict == "survived"
+    monkeypatch.setitem(known, "rms_norm.random", replace(known["rms_norm.random"], cases="no/such/case"))
+    assert judge_mutant("rms_norm.random").verdict == "error"
+
+
+def test_the_command_fails_for_a_pattern_that_fits_no_mutant(tmp_path, capsys):
+    with pytest.raises(UsageError):
+        self_test(["nothing.at_all"])
+    assert run_command(["conformance", "self-test", "--mutant", "nothing"]) == 2
+    assert run_command(["conformance", "self-test", "--mutant", "add.*", "--write", str(tmp_path / "k.json")]) == 0
+    assert "mutants killed" in capsys.readouterr().out
+    assert {k["verdict"] for k in json.loads((tmp_path / "k.json").read_text())} == {"killed"}
+
+
+def test_honest_kernels_of_three_kinds_stay_below_three_quarters_of_every_bound():
+    files = {p.stem: json.loads(p.read_text())["bins"] for p in FOLDER.glob("*.json")}
+    assert {"ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512"} <= set(files)
+    for name, bins in files.items():
+        assert {b: e["margin"] for b, e in bins.items() if e["margin"] > 0.75} == {}, name
+    judged_by_bounds = {c.op for c in all_cases().values() if c.rule == "bound" and c.op in CORE_OPS} - {"quantize", "dequantize"}
+    for op in judged_by_bounds:
+        assert sum(any(b.startswith(f"{op}|") for b in bins) for bins in files.values()) >= 3, op
