@@ -312,6 +312,10 @@ class GraphBuilder:
         [E, F], up [E, F] and down [E, C]."""
         return self.op("moe", x, ids, weights, gate, up, down, *biases, kind=kind)[0]
 
+    def concat(self, x: Value, y: Value) -> Value:
+        """x and y side by side on the last axis; the others are equal."""
+        return self.op("concat", x, y)[0]
+
     def softcap(self, x: Value, cap: float) -> Value:
         """cap · tanh(x / cap)."""
         return self.op("softcap", x, cap=cap)[0]

@@ -276,6 +276,12 @@ def _moe(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> li
     return [((x[0], x[1]), "f32")]
 
 
+def _concat(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (x, _), (y, _) = _present("concat", o[0], "x"), _present("concat", o[1], "y")
+    _require(len(x) in (2, 3) and x[:-1] == y[:-1], "concat", "x and y that differ in their last axis only", *o)
+    return [((*x[:-1], int(x[-1]) + int(y[-1])), "f32")]
+
+
 def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Sequence[Value]:
     x = inputs[0]
     if x is None:
@@ -343,6 +349,8 @@ _SPECS = (
         out[t] = Σ_j weights[t, j] · y_e with e = ids[t, j] and y_e = down_e · act_mul(gate_e · x[t], up_e · x[t]), each product with
         its bias. gate, up: [E, F, C]; down: [E, C, F], of any format; ids: distinct in a row, in 0…E−1. The sum begins with 0 and
         takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
+    OpSpec("concat", ("x", "y"), _concat, extended=True, doc="""
+        out[..., :A] = x, out[..., A:] = y; A: length of x's last axis (latent attention: a row of the cache is [latent | rotated key])."""),
     OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, _softcap_decomposed, doc="""out = cap · tanh(x / cap)."""),
 )  # fmt: skip
 

@@ -13,20 +13,11 @@ import numpy as np
 
 from ..core.graph import Graph, GraphBuilder, Value
 from .config import DecoderConfig, MoeConfig
+from .latent import latent_attention
+from .pieces import linear, norm
 from .rope import RopeConfig
 
 __all__ = ["attention", "decoder_graph", "experts", "gated_mlp", "head", "linear", "norm"]
-
-
-def norm(g: GraphBuilder, c: DecoderConfig, x: Value, name: str) -> Value:
-    """RMS norm over the last axis of x with the f32 weight `name`.weight."""
-    return g.rms_norm(x, g.weight(f"{name}.weight", (int(x.shape[-1]),), "f32"), eps=c.rms_norm_eps)
-
-
-def linear(g: GraphBuilder, x: Value, name: str, out: int, *, bias: bool = False) -> Value:
-    """x [n, K] times `name`.weight [out, K], plus `name`.bias [out] if there is one -> [n, out]."""
-    w = g.weight(f"{name}.weight", (out, int(x.shape[-1])))
-    return g.linear(x, w, g.weight(f"{name}.bias", (out,), "f32") if bias else None)
 
 
 def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Mapping[RopeConfig, Value]) -> Value:
@@ -111,7 +102,8 @@ def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np
     for layer in range(c.num_layers):
         p = f"model.layers.{layer}"
         with g.tag(layer=layer, role="attn"):
-            branch = attention(g, c, norm(g, c, x, f"{p}.input_layernorm"), layer, freqs)
+            attend = attention if c.mla is None else latent_attention
+            branch = attend(g, c, norm(g, c, x, f"{p}.input_layernorm"), layer, freqs)
             if sandwich:
                 branch = norm(g, c, branch, f"{p}.post_attention_layernorm")
             x = g.add(x, _scaled(g, branch, c.residual_multiplier))

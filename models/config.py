@@ -18,6 +18,7 @@ from .rope import RopeConfig, rope_from_gguf, rope_from_hf
 __all__ = [
     "ACTIVATION_NAMES",
     "DecoderConfig",
+    "MlaConfig",
     "MoeConfig",
     "decoder_from_gguf",
     "decoder_from_hf",
@@ -64,13 +65,30 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    q_lora_rank: width of the query's latent (0: none); kv_lora_rank: of the latent that keys and values are made of. nope_dim, rope_dim:
+    parts of a head's query without and with rotation; value_dim: of a head's values. split: the file has `kv_b` in two parts.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    split: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer with grouped-query attention and a gated MLP.
 
     norms: "pre" (before each branch) or "sandwich" (before and after). layer_types: "full" or "sliding" per layer; a sliding
     layer sees sliding_window keys, itself included, and uses local_rope where there is one. no_rope_layers: layers without
     positions. query_scale multiplies q·k. qk_norm: q and k are normed, each head alone or (qk_norm_all) all heads as one vector.
-    Multipliers and softcaps of 1.0 and 0.0 mean none. moe: experts in place of the MLP, in all layers but its dense ones.
+    Multipliers and softcaps of 1.0 and 0.0 mean none. moe: experts in place of the MLP, in all layers but its dense ones. mla: latent
+    attention in place of the grouped one. extra_layers: layers behind the last that predict further tokens, which are left out.
     """
 
     hidden_size: int
@@ -102,6 +120,8 @@ class DecoderConfig:
     logit_multiplier: float = 1.0
     hidden_act: str = "silu"
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    extra_layers: int = 0
 
     def experts_of(self, layer: int) -> MoeConfig | None:
         """The experts of `layer`, None where it has a plain MLP."""

@@ -17,6 +17,7 @@ from ..core.graph import Graph
 from ..core.model import ModelDef
 from ..core.weights import TensorSource, WeightRef
 from . import (
+    deepseek,
     gemma2,
     gemma3,
     granite_moe,
@@ -47,7 +48,7 @@ FAMILIES: tuple[Family, ...] = tuple(
         llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3,
         mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe,
     )
-)  # fmt: skip
+) + deepseek.FAMILIES  # fmt: skip
 """Every family, in the order of the documentation."""
 
 
@@ -251,26 +252,33 @@ def _unused(family: Family, c: DecoderConfig, sources: Mapping[str, TensorSource
     """Notes about tensors that no graph input takes; ModelFileError where the model would need them."""
     rest = [name for name in sources if name not in used]
     towers = [n for n in rest if n.startswith(family.unused)] if family.unused else []
+    later = [n for n in rest if c.num_layers <= _layer_of(n) < c.num_layers + c.extra_layers]
     tables = [n for n in rest if n.endswith(("rotary_emb.inv_freq", "attention.masked_bias", "attn_rot_embd.weight"))]
     head = [n for n in rest if n.endswith("lm_head.weight") and c.tie_word_embeddings and not gguf]
-    left = [n for n in rest if n not in {*towers, *tables, *head}]
+    left = [n for n in rest if n not in {*towers, *later, *tables, *head}]
     for name in left:
-        match = re.search(r"(?:^|\.)(?:layers|blk)\.(\d+)\.", name)
-        if match is not None and int(match[1]) >= c.num_layers:
+        layer = _layer_of(name)
+        if layer >= c.num_layers:
             raise ModelFileError(
-                f"tensor '{name}' is in layer {match[1]}, but the configuration has {c.num_layers} layers",
+                f"tensor '{name}' is in layer {layer}, but the configuration has {c.num_layers} layers",
                 who=sources[name].file,
                 fix="the configuration and the weights do not belong together; download the model again",
             )
-        if match is not None or name.endswith(".bias"):
+        if layer >= 0 or name.endswith(".bias"):
             raise ModelFileError(
                 f"tensor '{name}' is in the file, but this {family.name} model has no place for it",
                 who=sources[name].file,
                 why="leaving it out would change the results",
                 fix="the configuration may lack a key (biases), or the model is a variant that is not supported",
             )
-    groups = (("not part of the text model", towers), ("tied to the embedding", head), ("not used", left))
+    groups = (("not part of the text model", towers), ("layers that predict further tokens", later), ("tied to the embedding", head), ("not used", left))
     return [_left_out(why, names) for why, names in groups if names]
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a tensor is in, −1 for none."""
+    match = re.search(r"(?:^|\.)(?:layers|blk)\.(\d+)\.", name)
+    return int(match[1]) if match is not None and len(match[1]) < 9 else -1
 
 
 def _left_out(why: str, names: list[str]) -> str:

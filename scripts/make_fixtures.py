@@ -108,6 +108,16 @@ def _published(model: Any) -> dict[str, torch.Tensor]:
         return load_file(Path(folder) / "model.safetensors")
 
 
+def _as_kimi(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """DeepSeek-V3 under another name, with a layer behind the last one that predicts a further token."""
+    more = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if ".layers.1.input" in n}
+    return {**config, "model_type": "kimi_k2", "num_nextn_predict_layers": 1}, {**tensors, **more}
+
+
+MLA = {
+    "moe_intermediate_size": 16, "num_experts_per_tok": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "first_k_dense_replace": 1, "tie_word_embeddings": True,
+}  # fmt: skip
 MOE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 GEMMA = {**HEADS16, "query_pre_attn_scalar": 16, "sliding_window": 8, "rms_norm_eps": 1e-6}
@@ -248,6 +258,55 @@ FIXTURES_BY_NAME = {
         },
         gguf="granitemoe",
     ),
+    "deepseek_v2": Fixture(
+        "deepseek_v2",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "num_key_value_heads": 4,
+            **_rope("default", 500.0),
+        },
+        gguf="deepseek2",
+    ),
+    "deepseek_v3": Fixture(
+        "deepseek_v3",
+        {
+            **MLA,
+            "q_lora_rank": 16,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 4,
+            **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        },
+        gguf="deepseek2",
+    ),
+    "kimi_k2": Fixture(
+        "deepseek_v3",
+        {
+            **MLA,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 16,
+            "n_routed_experts": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.8,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 4,
+            **_rope("default", 500.0),
+        },
+        own=_as_kimi,
+    ),
 }
 """Folder name -> how it is made."""
 
@@ -263,6 +322,9 @@ def make(name: str, fixture: Fixture, seed: int) -> None:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.copy_(_random(key, weight.shape, generator, fixture.kind).to(torch.bfloat16).float())
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_((0.3 * torch.randn(buffer.shape, generator=generator)).to(torch.bfloat16))
     ids = torch.randint(3, VOCAB, (1, PROMPT + DECODE), generator=generator)
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0]
@@ -274,6 +336,7 @@ def make(name: str, fixture: Fixture, seed: int) -> None:
         np.save(folder / "short_logits.npy", short.numpy().astype(np.float32))
     saved = json.loads(model.config.to_json_string(use_diff=False))
     saved = {k: v for k, v in saved.items() if k in fixture.config or k in SMALL or k in KEEP}
+    saved |= {k: v for k, v in fixture.config.items() if k not in saved and v is not None}  # under the name of published files
     tensors = {k: v.to(torch.bfloat16).contiguous() for k, v in _published(model).items()}
     if fixture.gguf:
         write_gguf(folder / "model.gguf", fixture.gguf, saved, {k: v.float().numpy() for k, v in tensors.items()})
@@ -341,7 +404,10 @@ LAYER = {
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -366,9 +432,47 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {n: np.stack([d[i] for i in range(len(d))]) if isinstance(d, dict) else d for n, d in out.items()}
 
 
+def _gguf_latent(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    """Keys of latent attention and of DeepSeek's router."""
+    w.add_kv_lora_rank(c["kv_lora_rank"])
+    if c["q_lora_rank"]:
+        w.add_q_lora_rank(c["q_lora_rank"])
+    w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    w.add_value_length(c["kv_lora_rank"])
+    w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    w.add_value_length_mla(c["v_head_dim"])
+    w.add_rope_dimension_count(c["qk_rope_head_dim"])
+    w.add_leading_dense_block_count(c["first_k_dense_replace"])
+    w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    w.add_expert_shared_count(c["n_shared_experts"])
+    w.add_expert_weights_scale(c["routed_scaling_factor"])
+    w.add_expert_weights_norm(bool(c.get("norm_topk_prob")))
+    v3 = c["model_type"] == "deepseek_v3"
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+    w.add_expert_group_count(c["n_group"])
+    w.add_expert_group_used_count(c["topk_group"])
+    rope = c["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _split_kv_b(tensors: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """kv_b_proj [H (nope + v), latent] as k_b [H, latent, nope] and v_b [H, v, latent]."""
+    out = {}
+    for name, data in tensors.items():
+        if "kv_b_proj" not in name:
+            out[name] = data
+            continue
+        both = data.reshape(c["num_attention_heads"], c["qk_nope_head_dim"] + c["v_head_dim"], -1)
+        layer = name.split(".")[2]
+        out[f"blk.{layer}.attn_k_b.weight"] = both[:, : c["qk_nope_head_dim"]].swapaxes(1, 2)
+        out[f"blk.{layer}.attn_v_b.weight"] = both[:, c["qk_nope_head_dim"] :]
+    return out
+
+
 def _gguf_experts(w: gguf.GGUFWriter, arch: str, c: dict[str, Any]) -> None:
     """Keys of a mixture of experts, as far as the converter writes them for this architecture."""
-    count = c.get("num_experts") or c.get("num_local_experts")
+    count = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts")
     if not count:
         return
     w.add_expert_count(count)
@@ -393,11 +497,13 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
     w.add_block_count(c["num_hidden_layers"])
     w.add_feed_forward_length(c["intermediate_size"])
     w.add_head_count(c["num_attention_heads"])
-    w.add_head_count_kv(c["num_key_value_heads"])
+    w.add_head_count_kv(1 if arch == "deepseek2" else c["num_key_value_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if c.get("head_dim"):
+    if c.get("head_dim") and arch != "deepseek2":
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
+    if arch == "deepseek2":
+        _gguf_latent(w, c)
     if arch == "llama":
         w.add_vocab_size(c["vocab_size"])
     extra = _gguf_rope(w, arch, c, head_dim)
@@ -411,7 +517,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
         w.add_sliding_window_pattern(3)
         w.add_rope_freq_base_swa(c["rope_parameters"]["sliding_attention"]["rope_theta"])
     heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
-    for name, data in _stacked(tensors).items():
+    for name, data in _stacked(_split_kv_b(tensors, c)).items():
         for part, count in heads.items():
             if f".{part}." in name and arch in PAIRS:
                 rest = data.shape[1:]
@@ -471,6 +577,8 @@ def _gguf_name(name: str, arch: str) -> str:
     if stem in top:
         return f"{top[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
+    if kind == "e_score_correction_bias":
+        return f"blk.{layer}.exp_probs_b.bias"
     if arch.startswith("gemma"):
         sandwich = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                     "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip

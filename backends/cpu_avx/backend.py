@@ -381,6 +381,7 @@ _DTYPES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dequantize": (("i8",), _FLOAT),
     "softcap": (_FLOAT,),
     "route_topk": (_FLOAT, _FLOAT),
+    "concat": (_FLOAT, _FLOAT),
     "moe": (_FLOAT, _INT, _FLOAT, ("packed",), ("packed",), ("packed",), _FLOAT, _FLOAT, _FLOAT),
 }
 """Types of the operands, in catalogue order; "packed": any that pack.py has a layout for."""

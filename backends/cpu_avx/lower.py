@@ -29,7 +29,7 @@ OPCODES: Final = {
     name: number
     for number, name in enumerate(
         ("embed", "embed_packed", "rms_norm", "layer_norm", "rope_table", "rope", "kv_write", "attention", "prepare", "linear",
-         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize", "route_topk", "moe")
+         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize", "route_topk", "moe", "concat")
     )
 }  # fmt: skip
 """As in program.h."""
@@ -381,6 +381,10 @@ class _Lowering:
         views = [matrix(inputs[0], ("i8",)), matrix(inputs[1]), matrix(outputs[0])]
         accesses = [self.rows(inputs[0], False), self.rows(inputs[1], False), self.rows(outputs[0], True)]
         self.emit("dequantize", views, accesses, ints=(attrs["group"],))
+
+    def _op_concat(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
+        x, y, out = *inputs, outputs[0]
+        self.emit("concat", [matrix(s) for s in (x, y, out)], [self.rows(x, False), self.rows(y, False), self.rows(out, True)])
 
     def _op_route_topk(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         (logits, bias), (ids, weights) = inputs, outputs

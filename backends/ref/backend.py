@@ -255,6 +255,9 @@ class RefBackend(Backend):
     def _op_softmax(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
         self.write(out, ops.softmax(self.read(x, stream)), stream)
 
+    def _op_concat(self, x: Tensor, y: Tensor, *, out: Tensor, stream: Stream, ws: Any) -> None:
+        self.write(out, np.concatenate(self._read_all(stream, x, y), axis=-1), stream)
+
     def _op_route_topk(
         self, logits: Tensor, bias: Tensor | None, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, **attrs: Any
     ) -> None:

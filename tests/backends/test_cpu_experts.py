@@ -206,3 +206,13 @@ def test_route_topk_gives_experts_whatever_the_logits_hold():
         full = {**ROUTES, "k": 3, "score": score}
         layer.cpu.ops()["route_topk"](layer.tensor(logits), None, out=(layer.tensor(ids), layer.tensor(weights)), stream=Stream(), ws=None, **full)
         assert all(len(set(row)) == 3 and set(row) <= set(range(4)) for row in ids.tolist())
+
+
+def test_concat_puts_strided_heads_side_by_side():
+    layer = Experts(threads=2)
+    whole = np.arange(5 * 2 * 12, dtype=np.float32).reshape(5, 2, 12)
+    base = layer.tensor(whole.reshape(5, 24))
+    x, y = (Tensor(base.buffer, 4 * at, (5, 2, width), "f32", (24, 12, 1)) for at, width in ((7, 5), (0, 7)))
+    out = np.full((5, 2, 12), np.nan, np.float32)
+    layer.cpu.ops()["concat"](x, y, out=layer.tensor(out), stream=Stream(), ws=None)
+    assert np.array_equal(out, np.concatenate([whole[..., 7:], whole[..., :7]], axis=-1))

@@ -88,6 +88,7 @@ CASES = [
     ("phi3", "q5_1", "cpu_avx", {"isa": "baseline"}),
     ("qwen2_moe", "q4_0", "cpu_avx", {}),
     ("mixtral", "bf16", "cpu_avx", {}),
+    ("deepseek_v3", "q8_0", "cpu_avx", {}),
 ]
 
 

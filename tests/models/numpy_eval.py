@@ -75,12 +75,16 @@ def _run(node: Node, x: list[Any], graph: Graph, store: dict[str, Any]) -> Any:
         return scaled * (1 if x[1] is None else x[1])
     if node.op == "rope":
         return _rope(x[0], x[1], x[2], a["style"], a["factor"])
+    if node.op == "matmul":
+        return np.einsum("thk,hnk->thn", x[0], x[1])
+    if node.op == "concat":
+        return np.concatenate(x, axis=-1)
     if node.op == "kv_write":
-        store[node.inputs[0]] = (np.array(x[1]), np.array(x[2]))
+        store[node.inputs[0]] = (np.array(x[1]), None if x[2] is None else np.array(x[2]))
         return None
     if node.op == "attention":
         keys, values = store[node.inputs[1]]
-        return _attention(x[0], keys, values, a)
+        return _attention(x[0], keys, keys[..., : a["value_dim"]] if values is None else values, a, x[6])
     if node.op == "act_mul":
         return _activation(x[0], a["kind"]) if x[1] is None else _gated(x[0], x[1], a["kind"])
     if node.op == "add":
@@ -108,7 +112,7 @@ def _rope(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, style: str
     return out
 
 
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any]) -> np.ndarray:
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any], sinks: Any) -> np.ndarray:
     tokens, heads = q.shape[:2]
     group = heads // k.shape[1]
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
@@ -121,8 +125,10 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any]
         if a["softcap"]:
             scores = a["softcap"] * np.tanh(scores / a["softcap"])
         scores = np.where(visible, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        out[:, h] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, h // group]
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - top))
+        out[:, h] = weights / total @ v[:, h // group]
     return out
 
 

@@ -31,10 +31,12 @@ ONE_PER_FAMILY = [
     "qwen3_moe",
     "olmoe",
     "granite_moe",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 SCALED = ["llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_yarn_options", "phi3"]
 TWINS = ["llama", "llama_llama3", "llama_yarn", "smollm3", "qwen2", "qwen3", "phi3", "internlm2", "gemma2", "gemma3"]
-TWINS += ["mixtral", "qwen2_moe_all", "qwen3_moe", "olmoe", "granite_moe"]
+TWINS += ["mixtral", "qwen2_moe_all", "qwen3_moe", "olmoe", "granite_moe", "deepseek_v2", "deepseek_v3"]
 NASTY = [
     None, True, False, 0, -1, 1, 3, 2**70, 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308, 1e-308, "", "x", [], [0], [None],
     [math.nan],
@@ -204,6 +206,28 @@ def test_experts_that_cannot_be_are_an_error(name, changes, message, tiny):
     with pytest.raises(ModelFileError) as error:
         changed(tiny(name), **changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("deepseek_v2", {"topk_method": "random"}, "topk_method"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ],
+)
+def test_routers_that_are_not_known_are_refused(name, changes, key, tiny):
+    with pytest.raises(UnsupportedError) as error:
+        changed(tiny(name), **changes)
+    assert error.value.fields["key"] == key
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_note(tiny):
+    case = tiny("kimi_k2")
+    assert any("predict further tokens: model.layers.2." in note for note in case.model.notes)
+    with pytest.raises(ModelFileError, match="in layer 2, but the configuration has 2 layers"):
+        changed(case, num_nextn_predict_layers=0)
 
 
 def test_models_that_clip_q_k_and_v_are_refused(tiny):

@@ -44,6 +44,11 @@ def moe(**changes: object) -> Callable[[DecoderConfig], DecoderConfig]:
     return lambda c: replace(c, moe=replace(c.moe, **changes))
 
 
+def mla(**changes: object) -> Callable[[DecoderConfig], DecoderConfig]:
+    """A change of the latent attention."""
+    return lambda c: replace(c, mla=replace(c.mla, **changes))
+
+
 def longer(n: float) -> float:
     return n + 1
 
@@ -150,6 +155,29 @@ CHANGES: dict[str, dict[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "qwen3_moe": {"weights not renormalised": moe(renorm=False), "one expert more": moe(top_k=3), "no q, k norm": fields(qk_norm=False)},
     "mixtral": {"weights not renormalised": moe(renorm=False), "one expert more": moe(top_k=3)},
     "olmoe": {"weights renormalised": moe(renorm=True), "one expert fewer": moe(top_k=2), "no q, k norm": fields(qk_norm=False)},
+    "deepseek_v2": {
+        "groups do not compete": moe(groups=1, keep_groups=1),
+        "groups compete by their two best": moe(group_score="top2sum"),
+        "one group fewer": moe(keep_groups=1, top_k=2),
+        "weights renormalised": moe(renorm=True),
+        "weights not scaled": moe(scale=1.0),
+        "no shared experts": moe(shared_size=0),
+        "halves instead of pairs": rope(style="half"),
+        "scale of the latent": fields(query_scale=24**-0.5),
+    },
+    "deepseek_v3": {
+        "groups do not compete": moe(groups=1, keep_groups=1),
+        "groups compete by their best": moe(group_score="max"),
+        "no bias chooses": moe(choose_bias=False),
+        "softmax scores": moe(score="softmax"),
+        "weights not renormalised": moe(renorm=False),
+        "weights not scaled": moe(scale=1.0),
+        "no shared expert": moe(shared_size=0),
+        "halves instead of pairs": rope(style="half"),
+        "mscale ignored": fields(query_scale=16**-0.5),
+        "scaling ignored": rope(scaling="default"),
+    },
+    "kimi_k2": {"no bias chooses": moe(choose_bias=False)},
     "granite_moe": {
         "softmax over all": moe(score="softmax"),
         "embedding not multiplied": fields(embed_multiplier=1.0),
@@ -254,6 +282,26 @@ def test_fixture_notices_gate_and_up_of_the_experts_exchanged(name, source, tiny
     case = tiny(name, source)
     a, b = "experts.gate_proj", "experts.up_proj"
     assert renamed(case, oracle, lambda n: case.model.weights[n.replace(a, b) if a in n else n.replace(b, a)]) > NOTICED
+
+
+@pytest.mark.parametrize("source", ["huggingface", "gguf"])
+@pytest.mark.parametrize("what", ["q_a_layernorm", "kv_a_layernorm"])
+def test_fixture_notices_norms_of_the_latents(what, source, tiny, oracle):
+    case = tiny("deepseek_v3", source)
+    weights = oracle.load_weights(case.model, case.files.tensors)
+    left_out = {n: np.ones_like(w) if what in n else w for n, w in weights.items()}
+    assert case.error(oracle.evaluate(case.model.graph, left_out, case.ids)) > NOTICED
+    nodes = [replace(n, attrs={"eps": 1e-2}) if n.op == "rms_norm" and what in str(n.inputs[1]) else n for n in case.model.graph.nodes]
+    assert case.error(oracle.evaluate(replace(case.model.graph, nodes=nodes), weights, case.ids)) > NOTICED
+
+
+def test_keys_and_values_of_a_joint_kv_b_are_those_of_the_split_one(tiny, oracle):
+    joint, split = tiny("deepseek_v3"), tiny("deepseek_v3", "gguf")
+    assert joint.model.details["config"].mla.split is False
+    assert split.model.details["config"].mla.split is True
+    for name in ("model.layers.1.self_attn.k_b.weight", "model.layers.1.self_attn.v_b.weight"):
+        a, b = (oracle.load_weights(c.model, c.files.tensors)[name] for c in (joint, split))
+        assert np.array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])

@@ -3,6 +3,7 @@
 #include "program.h"
 
 #include <math.h>
+#include <string.h>
 #include <time.h>
 
 #include "moe.h"
@@ -153,6 +154,15 @@ static void rope_table(const fl_view *positions, const fl_view *inv_freq, float 
     }
 }
 
+static void concat(const fl_view *x, const fl_view *y, const fl_view *out, int64_t i0, int64_t i1) {
+    for (int64_t i = i0; i < i1; i++)
+        for (int32_t j = 0; j < out->d1; j++) {
+            float *to = (float *)out->p + i * out->s0 + j * out->s1;
+            memcpy(to, (const float *)x->p + i * x->s0 + j * x->s1, (size_t)x->d2 * sizeof *to);
+            memcpy(to + x->d2, (const float *)y->p + i * y->s0 + j * y->s1, (size_t)y->d2 * sizeof *to);
+        }
+}
+
 static void execute(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     const fl_kernels *k = p->kernels;
     const fl_view *v = ins->v;
@@ -235,6 +245,9 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         k->route_topk(&route, &v[0], (const float *)v[1].p, &v[2], &v[3], i0, i1, scratch);
         break;
     }
+    case FL_OP_CONCAT:
+        concat(&v[0], &v[1], &v[2], i0, i1);
+        break;
     case FL_OP_MOE:
         fl_moe_run(p, ins, thread, threads, scratch);
         break;

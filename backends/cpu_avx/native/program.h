@@ -33,7 +33,8 @@ enum {
     FL_OP_QUANTIZE,   /* x, codes, scales; i0 = group */
     FL_OP_DEQUANTIZE, /* codes, scales, out; i0 = group */
     FL_OP_ROUTE_TOPK, /* logits, choose_bias?, ids, weights; i0 k, i1 score, i2 groups, i3 keep_groups, i4 top2sum, i5 renorm; f0 scale */
-    FL_OP_MOE, /* x, ids, weights, out; i0 = address of an fl_moe (moe.h) */
+    FL_OP_MOE,    /* x, ids, weights, out; i0 = address of an fl_moe (moe.h) */
+    FL_OP_CONCAT, /* x, y, out */
     FL_OP_COUNT
 };
 
