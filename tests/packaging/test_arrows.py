@@ -31,6 +31,8 @@ ARROWS: dict[str, tuple[tuple[str, ...], set[str] | None]] = {
     "interface": (("fastllm",), None),
 }
 SHARED_BY_BACKENDS = "fastllm.backends.gpu"
+DRIVER_PACKAGES = {"backends/opencl_generic/": {"pyopencl"}}
+"""Folder of a backend -> the binding of its driver, an optional dependency; imported where a device is looked for."""
 CYTHON = {"cython", "libc", "cpython", "posix"}
 MAX_LINES = 700
 LONGER: dict[str, str] = {}
@@ -101,6 +103,8 @@ def arrow_violations(path: str, text: str) -> list[str]:
                 wrong.append(f"{where}: {room} may import {', '.join(may)}")
         elif top not in sys.stdlib_module_names and not (path.endswith((".pyx", ".pxd")) and top in CYTHON):
             packages = ARROWS[room][1]
+            if packages is not None:
+                packages = packages.union(*(extra for folder, extra in DRIVER_PACKAGES.items() if path.startswith(folder)))
             if top not in (DECLARED if packages is None else packages):
                 wrong.append(f"{where}: {room} may import {', '.join(sorted(DECLARED if packages is None else packages))}")
     return wrong
@@ -181,6 +185,7 @@ def test_the_rules_know_every_room():
         ("backends/acme/x.py", "from ...core import errors"),
         ("backends/acme/x.py", "from ..ref.backend import RefBackend"),
         ("backends/acme/x.py", "if TYPE_CHECKING:\n    import torch"),
+        ("backends/gpu/x.py", "import pyopencl"),
         ("conformance/x.py", "from ..core.graph import Graph"),
         ("interface/x.py", "import transformers"),
         ("interface/x.py", "from core.errors import UsageError"),
@@ -203,6 +208,7 @@ def test_a_forbidden_import_is_found(path, text):
         ("models/x.py", "from ..core.graph import Graph\nfrom .blocks import attention"),
         ("text/x.py", "from ..core.errors import TemplateError\nfrom ..core import errors\nimport tokenizers"),
         ("backends/acme/x.py", "from fastllm.api import Backend\nfrom fastllm import api\nfrom . import ops\nfrom ..gpu import pool"),
+        ("backends/opencl_generic/x.py", "def f():\n    import pyopencl\n    from ..gpu.runtime import Caps"),
         ("interface/x.py", "from .core.plugins import BackendRegistry\nfrom prompt_toolkit import prompt\nfrom fastllm import LLM"),
         ("tests/x.py", "import pytest\nfrom fastllm.core import errors"),
         ("benchmarks/x.py", "from .models import model_path\nfrom fastllm.bench import Row\nimport click"),

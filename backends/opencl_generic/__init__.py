@@ -1,0 +1,1 @@
+"""opencl_generic: any device with an OpenCL driver, through pyopencl."""
