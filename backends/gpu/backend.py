@@ -96,19 +96,19 @@ class GpuBackend(Backend):
         self.kv_dtype, self.threads = kv_dtype, caps.units if caps.is_cpu else 1
         self.limits = Limits(alignment=max(64, caps.alignment), max_alloc=caps.max_alloc_bytes)
         self._used, self._pending, self._closed = 0, False, False
-        self._fault = runtime.alloc(64)
+        self._fault = runtime.alloc(64, True)
         self._fault_host = np.zeros(16, np.int32)
         self._stream = _Stream(self)
 
     # memory ---------------------------------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int, kind: str) -> Buffer:
-        """Zeroed device memory."""
+        """Device memory; `state` is zeroed."""
         self._check_open()
         if nbytes < 0:
             raise ShapeError(f"a {kind} buffer of {nbytes} bytes")
         check_alloc(nbytes, kind, self.limits, self.memory().free)
-        handle = self.runtime.alloc(max(nbytes, 1))
+        handle = self.runtime.alloc(max(nbytes, 1), kind == "state")
         self._used += nbytes
 
         def release() -> None:
@@ -193,7 +193,7 @@ class GpuBackend(Backend):
             raise ShapeError(f"weight '{weight.name}' has {data.nbytes:,} bytes, which is not {weight.format}{list(weight.shape)}")
         strip_bytes = layout.nbytes // -(-count // STRIP)
         step = max(1, PACK_BYTES // (row_bytes * STRIP)) * STRIP
-        raw = self.runtime.alloc(min(step, count) * row_bytes) if count else None
+        raw = self.runtime.alloc(min(step, count) * row_bytes, False) if count else None
         try:
             for start in range(0, count, step):
                 rows = min(step, count - start)

@@ -21,13 +21,13 @@ STRIP: Final = 32
 TILE_K: Final = 32
 LINE: Final = 128
 PLAIN_KINDS: Final = {"f32": 0, "f16": 1, "bf16": 2}
-HALF, F32, BYTES, PAIR = range(4)
+HALF, F32, BYTES, PAIR, ZERO = range(5)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """How a block format is packed. number: FORMAT of pack.fl; low, high: bits of the planes; zero: subtracted from a code; top:
-    largest magnitude of a stored code; group: k per scale; scale: one of HALF, F32, BYTES, PAIR; minimum: it has an offset."""
+    largest magnitude of a stored code; group: k per scale; scale: one of HALF, F32, BYTES, PAIR, ZERO; minimum: it has an offset."""
 
     format: str
     number: int
@@ -55,8 +55,8 @@ class BlockLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of a packed block of 32 rows."""
-        head = STRIP * (4 if self.scale == F32 else 2) * (1 + self.minimum)
-        lines = {HALF: 0, F32: 0, BYTES: 1, PAIR: 2}[self.scale] * TILE_K // self.group
+        head = STRIP * (3 if self.scale == ZERO else (4 if self.scale == F32 else 2) * (1 + self.minimum))
+        lines = {BYTES: 1, PAIR: 2}.get(self.scale, 0) * TILE_K // self.group
         return head + self.block // TILE_K * (STRIP * lines + LINE * (self.low + self.high))
 
     def defines(self) -> dict[str, int]:
@@ -83,6 +83,9 @@ BLOCK_LAYOUTS: Final = {
         BlockLayout("iq4_nl", 10, 8, 0, 0, 128, 32, HALF, False),
         BlockLayout("iq4_xs", 11, 8, 0, 0, 128, 32, BYTES, False),
         BlockLayout("mxfp4", 12, 8, 0, 0, 128, 32, F32, False),
+        *(BlockLayout(f"int4g{n}", 13, 4, 0, 0, 15, 32, ZERO, True) for n in (32, 64, 128, 256)),
+        *(BlockLayout(f"int4g{n}s", 14, 4, 0, 8, 15, 32, HALF, False) for n in (64, 128, 256)),
+        *(BlockLayout(f"int8g{n}", 15, 8, 0, 0, 128, 32, HALF, False) for n in (64, 128)),
     )
 }
 """File format -> its layout."""

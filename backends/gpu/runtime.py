@@ -54,8 +54,8 @@ class Runtime(Protocol):
 
     caps: Caps
 
-    def alloc(self, nbytes: int) -> Any:
-        """Zeroed memory. Raises OutOfMemory."""
+    def alloc(self, nbytes: int, zeroed: bool) -> Any:
+        """Memory. Raises OutOfMemory."""
 
     def free(self, handle: Any) -> None:
         """Returns it, after everything that was enqueued."""

@@ -11,7 +11,6 @@ from .lower import prepared_bytes, rope_table_bytes
 
 __all__ = ["NATIVE_OPS", "answer"]
 
-NATIVE_OPS: Final = tuple(name for name in CATALOGUE if name != "sample")
 MAX_HEAD: Final = 1024
 """Widest attention head."""
 MAX_BLOCK: Final = 1024
@@ -38,6 +37,7 @@ _DTYPES: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     "softcap": (_FLOAT,),
 }
 """Types of the operands, in catalogue order; "packed": any format that layouts.py has a layout for."""
+NATIVE_OPS: Final = tuple(_DTYPES)
 
 
 def answer(q: OpQuery, *, pairs: bool, fp64: bool, kv_dtype: str) -> Yes | No:
@@ -52,7 +52,7 @@ def answer(q: OpQuery, *, pairs: bool, fp64: bool, kv_dtype: str) -> Yes | No:
         if spec.attrs[key].choices and value not in spec.attrs[key].choices:
             return No(f"'{q.op}': {key}={value!r} is not known")
     if q.op not in NATIVE_OPS:
-        return No("sampled on the host")
+        return No("sampled on the host" if q.op == "sample" else f"there is no kernel for '{q.op}'")
     reason = _refuse_dtypes(q) or _refuse_shapes(q)
     if reason:
         return No(reason)

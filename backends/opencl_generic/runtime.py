@@ -122,12 +122,12 @@ class ClRuntime:
 
     # memory ---------------------------------------------------------------------------------------------------------
 
-    def alloc(self, nbytes: int) -> Any:
-        """Zeroed memory."""
+    def alloc(self, nbytes: int, zeroed: bool) -> Any:
+        """Memory, filled with zeros if asked for."""
         with self._errors(f"allocating {nbytes:,} bytes", nbytes):
             buffer = self._cl.Buffer(self._context, self._cl.mem_flags.READ_WRITE, nbytes)
-            self._cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(0), 0, nbytes)
-            self._queue.flush()
+            if zeroed:
+                self._cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(0), 0, nbytes)
         return buffer
 
     def free(self, handle: Any) -> None:
