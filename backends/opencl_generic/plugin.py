@@ -18,8 +18,6 @@ from fastllm.api import (
     hookimpl,
 )
 
-from .runtime import Missing, devices
-
 OPTIONS = {
     "kernels": Option(
         str, "auto", ("auto", "vector", "lanes"), help="vector: for CPUs; lanes: for GPUs; auto: what the device is"
@@ -38,6 +36,8 @@ def fastllm_backends() -> list[BackendSpec]:
 @hookimpl
 def fastllm_probe(name: str) -> Ready | Unavailable:
     """The devices of all drivers."""
+    from .runtime import Missing, devices
+
     try:
         found = devices()
     except Missing as missing:
@@ -52,7 +52,7 @@ def fastllm_probe(name: str) -> Ready | Unavailable:
 def fastllm_open_backend(name: str, device: str, options: Mapping[str, Any]) -> Backend:
     """Opens a device. Raises BackendUnavailable if it is not there any more."""
     from ..gpu.backend import GpuBackend
-    from .runtime import ClRuntime
+    from .runtime import ClRuntime, Missing, devices
 
     try:
         found = devices()
@@ -67,6 +67,8 @@ def fastllm_open_backend(name: str, device: str, options: Mapping[str, Any]) -> 
 @hookimpl
 def fastllm_environment(name: str) -> dict[str, str]:
     """Platforms and drivers."""
+    from .runtime import Missing, devices
+
     try:
         found = devices()
     except Missing as missing:

@@ -1,7 +1,7 @@
 """The OpenCL runtime: pyopencl behind the interface of `gpu/runtime.py`, and the devices that the drivers offer.
 
-pyopencl is imported when a device is looked for, never before. Built kernels are kept across runs: pyopencl keeps the binaries in the
-user's cache folder, by source, options, device and driver.
+pyopencl is imported when a device is looked for, never before. Built kernels are kept across runs: by the driver where it does so
+(PoCL, NVIDIA), else by pyopencl in the user's cache folder, by source, options, device and driver.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import pytest
 from fastllm import models
 from fastllm.core import _kernels
 from fastllm.core.engine import Engine
+from fastllm.core.errors import BackendUnavailable
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
@@ -47,7 +48,10 @@ class House:
         tensors = self.files.tensors
         self.tensors = tensors if format == "bf16" else {k: requantised(t, format) for k, t in tensors.items()}
         self.model = models.build("huggingface", self.files.architecture, json.loads((FIXTURES / name / "config.json").read_text()), self.tensors)
-        self.name, self.backends = backend, {backend: registry.open(registry.select(backend), options)}
+        try:
+            self.name, self.backends = backend, {backend: registry.open(registry.select(backend), options)}
+        except BackendUnavailable as error:
+            pytest.skip(f"{error.message} {error.fix}")
 
     def engine(self, *, chunk, others=0, prefix_cache=False):
         """chunk: tokens of a step that are left for the prompt when the others decode."""
@@ -89,6 +93,9 @@ CASES = [
     ("qwen2_moe", "q4_0", "cpu_avx", {}),
     ("mixtral", "bf16", "cpu_avx", {}),
     ("deepseek_v3", "q8_0", "cpu_avx", {}),
+    ("llama_llama3", "bf16", "opencl_generic", {}),
+    ("gemma3", "q8_0", "opencl_generic", {}),
+    ("qwen3", "q4_0", "opencl_generic", {"kernels": "lanes"}),
 ]
 
 

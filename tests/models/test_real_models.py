@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fastllm import models
+from fastllm.core.errors import BackendUnavailable
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
@@ -93,6 +94,21 @@ def test_cpu_avx_agrees_with_the_reference(name, act, bound, real_model_path):
             assert wrong_ids(runner, case, 0.02 if act == "f32" else 0.5) == [], case["prompt"]
         perplexity = runner.perplexity(reference["perplexity"]["ids"])
     assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=bound)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_opencl_generic_agrees_with_the_reference(name, real_model_path):
+    reference = REFERENCE[MODELS[name]]
+    path = real_model_path(name)
+    try:
+        runner = Runner(path, "opencl_generic")
+    except BackendUnavailable as error:
+        pytest.skip(f"{error.message} {error.fix}")
+    with runner:
+        for case in reference["cases"]:
+            assert wrong_ids(runner, case, 0.5) == [], case["prompt"]
+        perplexity = runner.perplexity(reference["perplexity"]["ids"])
+    assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=0.015)
 
 
 @pytest.mark.parametrize("name", MODELS)

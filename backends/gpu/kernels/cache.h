@@ -20,5 +20,5 @@ typedef float cache_t;
 #define FAULT_SLOT 2
 #define FAULT_PAGE 3
 #define FAULT_CONTEXT 4
-#define FAULT_START 5
+#define FAULT_START 5 /* a token of no sequence */
 #endif
