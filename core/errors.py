@@ -25,6 +25,7 @@ __all__ = [
     "EngineError",
     "FastLLMError",
     "InvalidRequest",
+    "InvalidSchema",
     "MethodNotAllowed",
     "ModelFileError",
     "ModelNotFound",
@@ -182,6 +183,12 @@ class InvalidRequest(UsageError):
     """A request field of the wrong type or out of range; names the field and the range."""
 
     code = "invalid_request_error"
+
+
+class InvalidSchema(InvalidRequest):
+    """A schema, pattern or grammar that is not valid, too large, or cannot be enforced; a looser one is never taken instead."""
+
+    code = "invalid_schema"
 
 
 class UnsupportedContent(InvalidRequest):

@@ -9,7 +9,7 @@ the engine's front ends.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fastllm.core.errors import InvalidRequest
 
@@ -22,13 +22,14 @@ class IncrementalDetokenizer:
     """Decoder of one sequence. stopped: the stop string that ended it, or None while none has.
 
     stop: strings that end the text and are not part of it; one that is exactly a special token also stops at its id, which
-    would else decode to nothing. skip_special: special tokens give no text.
+    would else decode to nothing. skip_special: special tokens give no text; keep: ids of those that do all the same (markers that
+    somebody reads).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special: bool = True):
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special: bool = True, keep: Collection[int] = ()):
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest("stop must be a list of non-empty texts.", who="stop")
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokenizer, self._skip_special, self._keep = tokenizer, skip_special, frozenset(keep)
         self._stops = tuple(dict.fromkeys(stop))
         self._first = frozenset(text[0] for text in self._stops)
         self._longest = max(map(len, self._stops), default=0)
@@ -46,7 +47,7 @@ class IncrementalDetokenizer:
             text = self.finish()
             self.stopped = self.stopped or self._stop_ids[token_id]
             return text
-        data = self._tokenizer.decode_bytes(token_id, skip_special=self._skip_special)
+        data = self._tokenizer.decode_bytes(token_id, skip_special=self._skip_special and token_id not in self._keep)
         return self._release(self._utf8.decode(data), final=False)
 
     def finish(self) -> str:

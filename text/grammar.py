@@ -19,11 +19,11 @@ from typing import Any, Final
 import llguidance
 import numpy as np
 
-from fastllm.core.errors import EngineError, InvalidRequest
+from fastllm.core.errors import EngineError, InvalidRequest, InvalidSchema
 
 from .tokenizer import Tokenizer
 
-__all__ = ["Grammar", "GrammarCompiler", "Matcher"]
+__all__ = ["After", "Grammar", "GrammarCompiler", "Matcher"]
 
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
 MAX_DEPTH: Final = 64  # of a schema
@@ -71,6 +71,28 @@ class Grammar:
         """A fresh matcher. May be called from any thread."""
         with self._lock:
             return Matcher(self._compiled.deep_copy(), self._words)
+
+
+class After:
+    """A matcher that begins behind a text, for example the end of reasoning; before it, everything may be said."""
+
+    def __init__(self, inner: Matcher, text: bytes, bytes_of: Callable[[int], bytes], words: int):
+        self._inner, self._text, self._bytes_of = inner, text, bytes_of
+        self._tail, self._begun = b"", False
+        self._all = np.full(words, 0xFFFFFFFF, np.uint32)
+
+    def mask(self) -> np.ndarray:
+        """u32 [words], as `Matcher.mask`."""
+        return self._inner.mask() if self._begun else self._all
+
+    def accept(self, token_id: int) -> bool:
+        """As `Matcher.accept`."""
+        if self._begun:
+            return self._inner.accept(token_id)
+        self._tail += self._bytes_of(token_id)
+        self._begun = self._text in self._tail
+        self._tail = self._tail[-len(self._text) :]
+        return False
 
 
 class _Wrapped:
@@ -137,6 +159,15 @@ class GrammarCompiler:
 
         return self._compiled("grammar", text, source, param)
 
+    def after(self, grammar: Grammar, text: str) -> Callable[[], After]:
+        """The grammar, from behind a text on that the answer writes first."""
+        tokenizer = self._tokenizer
+
+        def bytes_of(token_id: int) -> bytes:
+            return tokenizer.decode_bytes(token_id, skip_special=False) if token_id < tokenizer.vocab_size else b""
+
+        return lambda: After(grammar(), text.encode(), bytes_of, self._words)
+
     def _compiled(self, kind: str, text: str, source: Callable[[], str], param: str) -> Grammar:
         if not isinstance(text, str):
             raise _refused(f"it is a {type(text).__name__}", "it must be a string", param)
@@ -173,8 +204,8 @@ class GrammarCompiler:
         return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
 
 
-def _refused(what: str, why: str, param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {what}", who=param, why=why, fix=f"correct {param}, or leave it out", param=param, code="invalid_schema")
+def _refused(what: str, why: str, param: str) -> InvalidSchema:
+    return InvalidSchema(f"{param}: {what}{': ' if why else ''}{why}", who=param, why=why, fix=f"correct {param}, or leave it out", param=param)
 
 
 def _first_lines(text: str) -> str:

@@ -28,6 +28,7 @@ from . import info
 from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
+from .constraints import compile_constraint
 from .gate import Gate, Visit, send_error, send_json
 from .generation import Generation, Writer
 from .messages import PING as MESSAGES_PING
@@ -200,6 +201,9 @@ def make_app(runtime: Runtime) -> Gate:
             generation = Generation(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
             prefix, writer = WRITERS[kind]
             generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
+            if ready.constraint is not None:
+                generation.constraint = await asyncio.to_thread(compile_constraint, runtime.grammars, ready.constraint, ready.after)
+                runtime.check_open()
             generation.submit()
             runtime.enter(generation, generation.outbox)
             return Reply(runtime, generation, reply_headers(ready, generation.seed))

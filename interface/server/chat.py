@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
+from ..text.output import Delta, OutputParser
 from .answers import Identity, error_body
 from .generation import Answer, Generation, Usage
 from .logprobs import chat_entry
@@ -22,6 +23,7 @@ class ChatWriter:
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of a choice that is not streamed
         self._extra: dict[str, Any] = {"usage": None} if generation.ready.include_usage else {}
         self._begun: set[int] = set()
+        self._messages: dict[int, dict[str, Any]] = {}  # parts of a message that is not streamed
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -34,20 +36,64 @@ class ChatWriter:
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
         """The role with the first token, then text."""
         entries = [chat_entry(self._generation.tokenizer, entry, cut) for entry, cut in logprobs]
+        deltas = [Delta(content=text)] if answer.parser is None else self._read(answer, answer.parser, text)
         if not self._generation.ready.stream:
             self._logprobs.setdefault(answer.index, []).extend(entries)
+            self._message(answer.index, deltas)
             return b""
         frames = b""
         if answer.index not in self._begun:
             self._begun.add(answer.index)
             frames = self._chunk(answer.index, {"role": "assistant", "content": None})
-        if text or entries:
-            frames += self._chunk(answer.index, {"content": text} if text else {}, None, {"content": entries} if entries else None)
+        worded = [d for delta in deltas for d in self._worded(answer.index, delta)]
+        if entries and not worded:
+            worded = [{}]
+        for number, delta in enumerate(worded):
+            frames += self._chunk(answer.index, delta, None, {"content": entries} if entries and number == 0 else None)
         return frames
+
+    def _read(self, answer: Answer, parser: OutputParser, text: str) -> list[Delta]:
+        """Takes text apart; at the answer's end also what was held back, and then why it ended is known."""
+        had_call = parser.num_calls > 0
+        deltas = parser.feed(text)
+        if answer.finish_reason is not None:
+            cut = parser.in_call and answer.finish_reason == "length"
+            deltas += parser.finish()
+            answer.parser = None
+            if parser.num_calls and not cut:
+                answer.finish_reason = "tool_calls"
+        if self._generation.one_call and parser.num_calls:  # what follows the one call is not wanted
+            first = next((i for i, delta in enumerate(deltas) if delta.call), -1)
+            deltas = [] if had_call else deltas[: first + 1]
+        return deltas
+
+    def _worded(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Chunks of a delta: a call is its name, then its arguments."""
+        if delta.call is None:
+            kind = "reasoning_content" if delta.reasoning else "content"
+            text = delta.reasoning or delta.content
+            return [{kind: text}] if text else []
+        at = {"index": delta.call.index}
+        head = {**at, "id": self._call_id(index, delta.call.index), "type": "function", "function": {"name": delta.call.name, "arguments": ""}}
+        return [{"tool_calls": [head]}, {"tool_calls": [{**at, "function": {"arguments": delta.call.arguments}}]}]
+
+    def _message(self, index: int, deltas: list[Delta]) -> None:
+        """Adds deltas to the message of a choice that is not streamed."""
+        message = self._messages.setdefault(index, {"content": "", "reasoning_content": "", "tool_calls": []})
+        for delta in deltas:
+            message["content"] += delta.content
+            message["reasoning_content"] += delta.reasoning
+            if delta.call is not None:
+                function = {"name": delta.call.name, "arguments": delta.call.arguments}
+                message["tool_calls"].append({"id": self._call_id(index, delta.call.index), "type": "function", "function": function})
+
+    def _call_id(self, index: int, call: int) -> str:
+        return f"call_{self._identity.id.rpartition('-')[2][:20]}{index:x}{call:02x}"
 
     def finish(self, answer: Answer) -> bytes:
         """The one chunk of a choice that says why it ended."""
-        return self._chunk(answer.index, {}, answer.finish_reason) if self._generation.ready.stream else b""
+        frames = self.piece(answer, "", []) if answer.parser is not None else b""
+        return frames + self._chunk(answer.index, {}, answer.finish_reason) if self._generation.ready.stream else b""
 
     def end(self, usage: Usage) -> bytes:
         """The usage, if asked, and the mark of the end."""
@@ -60,13 +106,24 @@ class ChatWriter:
         """An error frame; no mark of the end follows."""
         return frame(error_body(error, self._identity.request_id))
 
+    def _whole(self, index: int) -> dict[str, Any]:
+        """A message that is not streamed; empty parts are left out, and content is null where there are only calls."""
+        parts = self._messages.get(index, {"content": "", "reasoning_content": "", "tool_calls": []})
+        message: dict[str, Any] = {"role": "assistant", "content": parts["content"]}
+        if parts["reasoning_content"]:
+            message["reasoning_content"] = parts["reasoning_content"]
+        if parts["tool_calls"]:
+            message["tool_calls"] = parts["tool_calls"]
+            message["content"] = parts["content"] or None
+        return message
+
     def body(self, usage: Usage) -> dict[str, Any]:
         """The whole answer."""
         wanted = self._generation.ready.params.logprobs is not None
         choices = [
             {
                 "index": answer.index,
-                "message": {"role": "assistant", "content": answer.text},
+                "message": self._whole(answer.index),
                 "logprobs": {"content": self._logprobs.get(answer.index, [])} if wanted else None,
                 "finish_reason": answer.finish_reason,
             }

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
-from ..core.request import Request, RequestHandle, Timings, TokenEvent, TokenLogprobs
+from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from ..core.sampling import effective_seed, stream_id
 from ..text import IncrementalDetokenizer, Tokenizer
+from ..text.output import FORMATS, REASONING, OutputParser
 from .prepare import Prepared
+from .tools import OutputSpec, markers
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -37,6 +39,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     timings: Timings
+    reasoning_tokens: int = 0
 
     def openai(self) -> dict[str, Any]:
         """`usage` of chat and completions."""
@@ -45,7 +48,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def llama(self) -> dict[str, Any]:
@@ -104,7 +107,10 @@ class Answer:
         self.prompt, self.choice, self.index = prompt, choice, index
         self._ready, self._tokenizer = generation.ready, generation.tokenizer
         stops = self._ready.params.stop or ()
-        self._detokenizer = IncrementalDetokenizer(self._tokenizer, stop=stops, skip_special=self._ready.skip_special)
+        keep = generation.kept_ids
+        self._detokenizer = IncrementalDetokenizer(self._tokenizer, stop=stops, skip_special=self._ready.skip_special, keep=keep)
+        self.parser = generation.make_parser()
+        self.reasoning_tokens = 0
         self.parts: list[str] = []
         self.num_tokens = 0
         self.last_token_at: float | None = None
@@ -188,6 +194,9 @@ class Generation:
         self.seed = effective_seed(merged)
         self.params = replace(merged, seed=self.seed)
         self.n = self.params.n or 1
+        self._spec = None if ready.output is None else OutputSpec(**ready.output)
+        self.kept_ids = _kept_ids(self.tokenizer, self._spec)
+        self.constraint: Callable[[], TokenConstraint] | None = None  # set before `submit`
         self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
         self._handles: list[RequestHandle] = []
         self._left = len(ready.prompts)
@@ -196,13 +205,28 @@ class Generation:
         self.done = asyncio.Event()
         self.submitted_at = time.monotonic()
 
+    def make_parser(self) -> OutputParser | None:
+        """What takes an answer's text apart; None: it is content, all of it."""
+        spec = self._spec
+        if spec is None:
+            return None
+        calls = None if spec.calls is None else FORMATS[spec.calls]
+        reasoning = None if spec.reasoning is None else REASONING[spec.reasoning]
+        return OutputParser(reasoning, calls, tools=spec.tools, in_reasoning=spec.in_reasoning)
+
+    @property
+    def one_call(self) -> bool:
+        """The first tool call ends the answer."""
+        return self._spec is not None and self._spec.one
+
     def submit(self) -> None:
         """Hands all prompts to the engine, or none. Raises QueueFull, InvalidRequest, ContextOverflow, EngineError."""
         end_ids = sorted(set(self.tokenizer.end_ids))
         engine = self._runtime.model.engine
         try:
             for number, prompt in enumerate(self.ready.prompts):
-                request = Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream_id(number, 0))
+                stream = stream_id(number, 0)
+                request = Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream, constraint=self.constraint)
                 self._handles.append(engine.submit(request, self._on_event(number)))
         except BaseException as error:
             self.cancelled = True
@@ -248,11 +272,15 @@ class Generation:
                 self._runtime.metrics.itl(now - answer.last_token_at)
             answer.last_token_at = now
         first = answer.num_tokens == 0
+        if answer.parser is not None and event.token_id is not None:
+            answer.reasoning_tokens += answer.parser.in_reasoning
         text, logprobs = answer.feed(event)
         frames = self.writer.piece(answer, text, logprobs) if text or logprobs or first else b""
+        if answer.parser is not None and self.one_call and answer.parser.num_calls and answer.finish_reason is None:
+            answer.finish_reason = "stop"
         if answer.finish_reason is not None:
             frames += self.writer.finish(answer)
-            if event.finish_reason is None:  # a stop text: the engine does not know that it is over
+            if event.finish_reason is None:  # a stop text, or the one call: the engine does not know that it is over
                 handle.cancel(event.index)
         if frames and self._send is not None:
             self._send(frames)
@@ -328,4 +356,13 @@ class Generation:
             completion_tokens=sum(answer.num_tokens for answer in self.answers),
             cached_tokens=sum(t.cached_tokens for t in timings),
             timings=max(timings, key=lambda t: t.ttft_s + t.decode_s, default=Timings()),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
         )
+
+
+def _kept_ids(tokenizer: Tokenizer, spec: OutputSpec | None) -> frozenset[int]:
+    """Special tokens that are part of a marker which somebody reads."""
+    if spec is None:
+        return frozenset()
+    texts = markers(spec)
+    return frozenset(i for i in tokenizer.special_ids if any(tokenizer.id_to_piece(i) in text for text in texts))

@@ -18,6 +18,8 @@ from .schemas import ChatBody, CountBody, DetokenizeBody, MessagesBody, Response
 
 __all__ = ["prepare"]
 
+INLINE: Final = {"reasoning_format": "none"}  # these interfaces give reasoning as text
+
 
 def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, Any]] | str:
     """Content as parts of a chat. Raises UnsupportedContent for what is not text."""
@@ -56,7 +58,7 @@ def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
     ready = Prepared()
     body: MessagesBody = check_body(kitchen, "messages", raw, ready)
     same = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-    chat(kitchen, ChatBody.model_validate({**_of_messages(body), **same, "stop": body.stop_sequences}), ready)
+    chat(kitchen, ChatBody.model_validate({**_of_messages(body), **same, "stop": body.stop_sequences, **INLINE}), ready)
     return ready
 
 
@@ -91,7 +93,7 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
     same = {name: getattr(body, name) for name in ("model", "stream", "temperature", "top_p", "top_logprobs")}
     effort = body.reasoning.effort if body.reasoning else None
     wanted = True if body.top_logprobs is not None else None
-    words = {**same, "messages": messages, "max_tokens": body.max_output_tokens, "logprobs": wanted, "reasoning_effort": effort}
+    words = {**same, "messages": messages, "max_tokens": body.max_output_tokens, "logprobs": wanted, "reasoning_effort": effort, **INLINE}
     chat(kitchen, ChatBody.model_validate(words), ready)
     ready.detail = {
         "instructions": body.instructions,

@@ -19,7 +19,10 @@ from ..core.errors import ContextOverflow, InvalidRequest, ModelFileError, Model
 from ..core.sampling import SamplingParams
 from ..formats.json_text import parse_json
 from ..text import ChatTemplate, RenderedPrompt, Tokenizer
+from ..text.output import REASONING
+from .constraints import wanted_constraint
 from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Sampling
+from .tools import ToolUse, messages_for, output_spec, tool_use
 
 __all__ = [
     "Kitchen",
@@ -38,7 +41,9 @@ class Prepared:
     """What a route needs to start.
 
     prompts: token ids, i32 [n] each. params: of every prompt. echo: texts that precede the answers, one a prompt. ignored: fields
-    that have no effect here. warnings: what is done otherwise than asked. detail: what only one interface needs.
+    that have no effect here. warnings: what is done otherwise than asked. constraint: what each answer must look like
+    (`constraints.wanted_constraint`), from behind the text `after` on. output: how its text is read (`tools.OutputSpec` as plain data).
+    detail: what only one interface needs.
     """
 
     prompts: list[np.ndarray] = field(default_factory=list)
@@ -51,6 +56,9 @@ class Prepared:
     include_stop: bool = False
     ignored: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    constraint: dict[str, Any] | None = None
+    after: str | None = None
+    output: dict[str, Any] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -233,20 +241,39 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared) -> None:
         raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", who="top_logprobs", fix="send both", param="top_logprobs")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        kind = str(body.response_format.get("type"))[:60]
-        raise InvalidRequest(
-            f"response_format of type {kind!r} is not supported by this server", who="response_format", fix='{"type": "text"}', param="response_format"
-        )
     ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts), asked)
+    template = _template(kitchen)
+    use = tool_use(body, template)
+    rendered = render_text(kitchen, body, use)
+    _shape_answer(body, use, template, rendered.text, ready)
+    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked)
 
 
-def render_text(kitchen: Kitchen, body: ChatBody) -> RenderedPrompt:
-    """The conversation as the model's template writes it. Raises TemplateError, InvalidRequest, ContextOverflow."""
-    template = kitchen.template
-    if template is None:
+def _shape_answer(body: ChatBody, use: ToolUse, template: ChatTemplate, prompt: str, ready: Prepared) -> None:
+    """What the answer must look like, and how it is read."""
+    ready.constraint = wanted_constraint(body)
+    if use.constraint is not None:
+        if ready.constraint is not None:
+            param = str(ready.constraint["param"])
+            raise InvalidRequest(f"{param} and tool_choice both say what the answer looks like", who=param, fix="send one", param=param)
+        ready.constraint = use.constraint
+    spec = output_spec(body, use, template, prompt)
+    if spec is not None:
+        ready.output = spec.as_dict()
+        if spec.in_reasoning and spec.reasoning is not None and ready.constraint is not None:
+            ready.after = REASONING[spec.reasoning].closing
+
+
+def _template(kitchen: Kitchen) -> ChatTemplate:
+    if kitchen.template is None:
         raise TemplateError("this model has no chat template: it continues text and cannot chat", fix="use /v1/completions", param="messages")
+    return kitchen.template
+
+
+def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) -> RenderedPrompt:
+    """The conversation as the model's template writes it. Raises TemplateError, InvalidRequest, ContextOverflow."""
+    template = _template(kitchen)
+    use = use or tool_use(body, template)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
@@ -270,7 +297,8 @@ def render_text(kitchen: Kitchen, body: ChatBody) -> RenderedPrompt:
     messages = [_message(kitchen, m.model_dump(), i) for i, m in enumerate(body.messages)]
     check_size(kitchen, "".join(m["content"] for m in messages if isinstance(m["content"], str)))
     generate = body.add_generation_prompt is not False and not continues
-    rendered = template.render(messages, add_generation_prompt=generate, **kwargs)
+    tools = use.tools if use.native else None
+    rendered = template.render(messages_for(messages, use, template), tools=tools, add_generation_prompt=generate, **kwargs)
     if continues:
         rendered = _cut_after(rendered, messages[-1])
     check_size(kitchen, rendered.text)
@@ -292,8 +320,6 @@ def _message(kitchen: Kitchen, message: dict[str, Any], index: int) -> dict[str,
                 raise InvalidRequest(f"{where}.content[{number}] has no text", who=where, param=f"{where}.content")
             texts.append(text)
         message["content"] = "\n".join(texts)
-    if message.get("tool_calls"):
-        raise InvalidRequest(f"{where}.tool_calls is not supported by this server", who=where, fix="send its text", param=f"{where}.tool_calls")
     if message["role"] == "developer" and kitchen.template and not any("developer" in text for text in kitchen.template.literals):
         message["role"] = "system"
     return message
@@ -328,6 +354,7 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
         raise InvalidRequest(f"best_of is {body.best_of}; it must be 1 or n ({n})", who="best_of", fix="leave it out", param="best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, and echo is not asked", who="max_tokens", fix="ask for at least 1", param="max_tokens")
+    ready.constraint = wanted_constraint(body)
     ready.params = sampling_params(
         kitchen, body, ready, logprobs=body.logprobs, prompt_logprobs=bool(body.echo and body.logprobs is not None)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import EngineError, FastLLMError, Unavailable
@@ -22,6 +23,7 @@ from .settings import STALLED_S, ServerSettings
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..loading import LoadedModel
+    from ..text.grammar import GrammarCompiler
     from .gate import Gate
     from .generation import Generation
     from .sse import Outbox
@@ -84,6 +86,13 @@ class Runtime:
         if self.loaded is None:
             raise Unavailable("the model is loading", fix="try again later", retry_after_s=2)
         return self.loaded
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Makes grammars for the model; its tables are built when the first is compiled."""
+        from ..text.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.model.tokenizer, self.model.planned.definition.vocab_size)
 
     def state(self) -> str:
         """loading, ready, draining, stalled or failed."""

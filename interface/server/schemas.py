@@ -44,6 +44,15 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="One more chunk with the usage before the end.")
 
 
+class StructuredOutputs(Body):
+    """`structured_outputs`: one of these."""
+
+    json_: dict[str, Any] | bool | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="Lark, or GBNF.")
+
+
 class Sampling(Body):
     """Fields of chat and completions alike."""
 
@@ -73,6 +82,13 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     cache_prompt: bool | None = Field(None, description="False: neither read nor share cached prompts.")
     cache_salt: Salt | None = Field(None, description="Prompts share the cache only under an equal salt.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer must look like.")
+    guided_json: dict[str, Any] | bool | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="As structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="As structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    json_schema: dict[str, Any] | bool | None = Field(None, description="As structured_outputs.json.")
+    grammar: str | None = Field(None, description="As structured_outputs.grammar.")
 
 
 class Message(Body):
@@ -80,6 +96,35 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = Field(None, description="A text, or text parts that are joined by a newline.")
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    """Its name."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatBody(Sampling):
@@ -92,10 +137,12 @@ class ChatBody(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
+    response_format: dict[str, Any] | None = Field(None, description='{"type": "text" | "json_object" | "json_schema", …}.')
     reasoning_effort: str | None = Field(None, description="Only where the model's template reads it.")
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list.")
-    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
 
 
 class CompletionBody(Sampling):
@@ -233,13 +280,6 @@ BODIES: Final[dict[str, type[Body]]] = {
 """Kind of a body -> its model."""
 
 _COMMON_REFUSED: Final = {
-    "structured_outputs": "",
-    "guided_json": "",
-    "guided_regex": "",
-    "guided_choice": "",
-    "guided_grammar": "",
-    "json_schema": "",
-    "grammar": "",
     "timings_per_token": "the timings are in the last chunk (stream_options.include_usage)",
     "return_progress": "",
     "chat_template": "the template is the model's",

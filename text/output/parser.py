@@ -60,6 +60,16 @@ class OutputParser:
         self._blank = ""  # white space after content, which is markup if a call follows
         self.num_calls = 0
 
+    @property
+    def in_reasoning(self) -> bool:
+        """What comes next is reasoning."""
+        return self._state == "reasoning"
+
+    @property
+    def in_call(self) -> bool:
+        """A call has begun and is not complete."""
+        return self._state == "call"
+
     def feed(self, text: str) -> list[Delta]:
         """The next text; returns what can no longer change."""
         self._text += text

@@ -1,0 +1,71 @@
+"""What an answer must look like: from the fields of a body to a compiled grammar.
+
+The preparation process finds out what is wanted (`wanted_constraint`, plain data in `Prepared.constraint`); the server compiles it in a
+worker thread (`compile_constraint`), before the first byte of an answer, so that what cannot be enforced is a 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ..core.request import TokenConstraint
+    from ..text.grammar import GrammarCompiler
+    from .schemas import Sampling
+
+__all__ = ["compile_constraint", "wanted_constraint"]
+
+_DIRECT = {  # field -> kind
+    "guided_json": "json_schema",
+    "json_schema": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",
+}
+
+
+def wanted_constraint(body: Sampling) -> dict[str, Any] | None:
+    """{"kind", "source", "param"} of what the body asks for, or None. Raises InvalidRequest for two of them, or an unknown kind."""
+    found = []
+    for name, kind in _DIRECT.items():
+        if getattr(body, name) is not None:
+            found.append({"kind": kind, "source": getattr(body, name), "param": name})
+    if body.structured_outputs is not None:
+        for name, kind in (("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
+            value = getattr(body.structured_outputs, "json_" if name == "json" else name)
+            if value is not None:
+                found.append({"kind": kind, "source": value, "param": f"structured_outputs.{name}"})
+    if (format := _response_format(getattr(body, "response_format", None))) is not None:
+        found.append(format)
+    if len(found) > 1:
+        first, second = (str(f["param"]) for f in found[:2])
+        raise InvalidRequest(f"{first} and {second} both say what the answer looks like", who=second, fix="send one", param=second)
+    return found[0] if found else None
+
+
+def _response_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
+    if format is None or format.get("type") == "text":
+        return None
+    param = "response_format"
+    if format.get("type") == "json_object":
+        schema = format.get("schema")  # as llama.cpp takes it
+        return {"kind": "json_schema", "source": {"type": "object"} if schema is None else schema, "param": param}
+    if format.get("type") == "json_schema":
+        wrapped = format.get("json_schema")
+        if not isinstance(wrapped, dict) or wrapped.get("schema") is None:
+            raise InvalidRequest("response_format.json_schema.schema is missing", who=param, fix="send a schema", param=f"{param}.json_schema")
+        return {"kind": "json_schema", "source": wrapped["schema"], "param": f"{param}.json_schema.schema"}
+    kind = str(format.get("type"))[:60]
+    raise InvalidRequest(
+        f"response_format of type {kind!r} is not known", who=param, fix='{"type": "json_schema" | "json_object" | "text"}', param=f"{param}.type"
+    )
+
+
+def compile_constraint(compiler: GrammarCompiler, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
+    """Makes a grammar, in a worker thread. after: the grammar begins behind this text (the end of reasoning). Raises InvalidRequest."""
+    grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=wanted["param"])
+    return compiler.after(grammar, after) if after else grammar

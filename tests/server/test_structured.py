@@ -1,0 +1,205 @@
+"""Structured output, tools and reasoning over HTTP, with OpenAI's client. The model is random: what holds is what is enforced."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import openai
+import pytest
+
+from fastllm.loading import LoadOptions, load_model
+from fastllm.server.settings import ServerSettings
+
+from .conftest import Server
+
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "k": {"enum": ["a", "b"]}},
+    "required": ["n", "k"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": SCHEMA}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = f'<tool_call>\n{json.dumps({"name": "weather", "arguments": {"n": 3, "k": "a"}})}\n</tool_call>'
+THINKS = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.n }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def thinker(model_folder, tmp_path_factory):
+    """A server whose template knows tools and opens reasoning."""
+    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("thinker") / "tiny")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": THINKS}))
+    options = LoadOptions(backend="ref", max_batch_size=4)
+    server = Server(ServerSettings(names=("thinker",)), lambda: load_model(folder, options))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+        yield client
+    server.close()
+
+
+def ask(client, **more):
+    full = {"model": "tiny", "messages": HI, "max_tokens": 120, "seed": 1, "temperature": 1.0, **more}
+    return client.chat.completions.create(**full)
+
+
+def joined(stream):
+    """(reasoning, content, calls, finish reason) of a stream, checked against the wire rules of tool deltas."""
+    reasoning, content, calls, reasons = "", "", [], []
+    for chunk in stream:
+        [choice] = chunk.choices
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        content += choice.delta.content or ""
+        for delta in choice.delta.tool_calls or []:
+            if delta.id is not None:
+                assert delta.index == len(calls)
+                assert delta.type == "function"
+                calls.append([delta.id, delta.function.name, ""])
+            else:
+                assert delta.function.name is None
+            calls[delta.index][2] += delta.function.arguments or ""
+        if choice.finish_reason:
+            reasons.append(choice.finish_reason)
+    assert len(reasons) == 1
+    assert len({call[0] for call in calls}) == len(calls)
+    return reasoning, content, [(name, json.loads(arguments)) for _, name, arguments in calls], reasons[0]
+
+
+def fits(value):
+    return set(value) == {"n", "k"} and type(value["n"]) is int and 0 <= value["n"] <= 99 and value["k"] in ("a", "b")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_json_schema_is_kept(client, seed):
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    [choice] = ask(client, response_format=format, seed=seed).choices
+    assert fits(json.loads(choice.message.content))
+    assert choice.finish_reason == "stop"
+    _, content, _, reason = joined(ask(client, response_format=format, seed=seed, stream=True))
+    assert (content, reason) == (choice.message.content, "stop")
+
+
+def test_each_other_way_to_say_it(client, http):
+    assert ask(client, response_format={"type": "json_object"}).choices[0].message.content.lstrip().startswith("{")
+    for extra, pattern in (
+        ({"structured_outputs": {"regex": "[ab]{4}"}}, "[ab]{4}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "x" [0-9]\n'}, "x[0-9]"),
+        ({"guided_regex": "a+b"}, "a+b"),
+    ):
+        text = ask(client, extra_body=extra).choices[0].message.content
+        assert re.fullmatch(pattern, text), extra
+        done = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 60, "temperature": 1.0, **extra}).json()
+        assert re.fullmatch(pattern, done["choices"][0]["text"]), extra
+    wrapped = {"structured_outputs": {"json": SCHEMA}, "n": 3}
+    assert all(fits(json.loads(c.message.content)) for c in ask(client, extra_body=wrapped).choices)
+
+
+def test_what_cannot_be_enforced_is_400_before_a_stream_starts(http):
+    body = {"messages": HI, "stream": True, "response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": "bar"}}}}}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "response_format.json_schema.schema"
+    assert error["code"] == "invalid_schema"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_must_happen(client, choice, stream):
+    asked = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400}
+    if stream:
+        _, content, calls, reason = joined(ask(client, stream=True, **asked))
+    else:
+        [answer] = ask(client, **asked).choices
+        calls = [(c.function.name, json.loads(c.function.arguments)) for c in answer.message.tool_calls]
+        content, reason = answer.message.content or "", answer.finish_reason
+    assert (content, reason, len(calls)) == ("", "tool_calls", 1)
+    assert calls[0][0] == "weather"
+    assert fits(calls[0][1])
+
+
+def test_auto_reads_calls_and_leaves_text(client):
+    said = {"structured_outputs": {"choice": [f"Let me see.\n{CALL}"]}}
+    [choice] = ask(client, tools=[WEATHER, CLOCK], extra_body=said, max_tokens=200).choices
+    assert choice.message.content == "Let me see."
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == [("weather", {"n": 3, "k": "a"})]
+    assert choice.finish_reason == "tool_calls"
+    assert joined(ask(client, tools=[WEATHER], extra_body=said, max_tokens=200, stream=True)) == (
+        "",
+        "Let me see.",
+        [("weather", {"n": 3, "k": "a"})],
+        "tool_calls",
+    )
+    [choice] = ask(client, tools=[WEATHER], tool_choice="none", extra_body=said, max_tokens=200).choices
+    assert choice.message.content == f"Let me see.\n{CALL}"
+    assert choice.message.tool_calls is None
+
+
+def test_a_call_that_is_cut_is_no_call(client):
+    said = {"structured_outputs": {"choice": [CALL]}}
+    [choice] = ask(client, tools=[WEATHER], extra_body=said, max_tokens=30).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert CALL.startswith(choice.message.content)
+    both = {"structured_outputs": {"choice": [CALL + CALL]}}
+    [choice] = ask(client, tools=[WEATHER], extra_body=both, max_tokens=400).choices
+    assert len(choice.message.tool_calls) == 2
+    [choice] = ask(client, tools=[WEATHER], extra_body=both, max_tokens=400, parallel_tool_calls=False).choices
+    assert len(choice.message.tool_calls) == 1
+    assert choice.finish_reason == "tool_calls"
+    assert joined(ask(client, tools=[WEATHER], extra_body=both, max_tokens=400, parallel_tool_calls=False, stream=True))[2:] == (
+        [("weather", {"n": 3, "k": "a"})],
+        "tool_calls",
+    )
+
+
+def test_results_go_back(client, http):
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"n": 3, "k": "a"}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    prompt = http.post("/apply-template", json={"messages": messages, "tools": [WEATHER]}).json()["prompt"]
+    assert '{"name": "weather", "arguments": {"n": 3, "k": "a"}}' in prompt
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt
+    assert '"description": "Now."' in prompt
+    assert ask(client, messages=messages, tools=[WEATHER], max_tokens=4).choices[0].finish_reason in ("length", "stop")
+
+
+def test_reasoning_is_apart(thinker):
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
+    said = {**thinking, "guided_choice": ["Yes."]}
+    # the grammar begins behind the reasoning, so a random model thinks until it is cut
+    [choice] = ask(thinker, extra_body=said, max_tokens=20).choices
+    assert choice.message.content == ""
+    assert choice.message.reasoning_content
+    assert choice.finish_reason == "length"
+    usage = ask(thinker, extra_body=thinking, max_tokens=20).usage
+    assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens
+    said = {"guided_choice": ["<think>hm\n</think>\n\nYes."]}
+    [choice] = ask(thinker, extra_body=said).choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("hm\n", "Yes.")
+    assert joined(ask(thinker, extra_body=said, stream=True)) == ("hm\n", "Yes.", [], "stop")
+    [choice] = ask(thinker, extra_body={**said, "reasoning_format": "none"}).choices
+    assert choice.message.content == "<think>hm\n</think>\n\nYes."
+
+
+def test_a_template_that_knows_tools_is_told_of_them(thinker):
+    [choice] = ask(thinker, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=400).choices
+    assert fits(json.loads(choice.message.tool_calls[0].function.arguments))
+    url = f"{thinker.base_url}".removesuffix("v1/")
+    prompt = thinker._client.post(f"{url}apply-template", json={"messages": HI, "tools": [WEATHER]}).json()["prompt"]
+    assert prompt.startswith('<tool_call>[{')
+    assert "You may call functions" not in prompt
