@@ -399,7 +399,7 @@ def calibration() -> str:
 
 
 COMMANDS = (
-    "run", "server", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "run", "server", "bench.serve", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
     "conformance.run", "conformance.list", "conformance.verify", "conformance.self-test", "conformance.calibrate",
 )  # fmt: skip
 

@@ -116,7 +116,7 @@ def reply_headers(ready: Prepared, seed: int | None = None) -> dict[str, str]:
 
 
 def _ascii(text: str) -> str:
-    return "".join(c if " " <= c <= "~" else "?" for c in text[:200])
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:200]).strip() or "?"
 
 
 class Reply(Response):

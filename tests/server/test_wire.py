@@ -155,6 +155,8 @@ def test_more_tokens_than_fit_are_cut_with_a_warning(http):
 def test_fields_without_effect_are_listed(http):
     answer = http.post("/v1/chat/completions", json={**CHAT, "user": "u", "prediction": {}, "metadata": None})
     assert answer.headers["x-fastllm-ignored"] == "user, prediction"
+    odd = http.post("/v1/chat/completions", json={**CHAT, "": 1, " \r\nX: y ": 1, "\u00fc": 1})
+    assert odd.headers["x-fastllm-ignored"] == "?, ??X: y, ?"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/", "/v1/health", "/health/"])

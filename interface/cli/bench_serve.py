@@ -1,0 +1,222 @@
+"""`fastllm bench serve`: a server under load, as its clients see it.
+
+Closed loop: so many clients, each sends its next request when the last is answered. Open loop: requests come at random at a given rate,
+whether or not the server keeps up; only that shows how a queue grows. Works with every server that has OpenAI's streamed completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+__all__ = ["Sample", "percentile", "run_load", "serve_command", "summary"]
+
+WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
+
+
+@dataclass
+class Sample:
+    """One request: seconds to its first text, between its pieces, and in all; tokens of answer and prompt; or what went wrong."""
+
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    error: str = ""
+
+
+class _Target:
+    """Where requests go."""
+
+    def __init__(self, url: str, key: str | None):
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise click.UsageError(f"{url} is no address of a server; write http://127.0.0.1:8000")
+        self.host, self.tls = parts.hostname, parts.scheme == "https"
+        self.port = parts.port or (443 if self.tls else 80)
+        self.base = parts.path.rstrip("/").removesuffix("/v1")
+        self.headers = f"Host: {parts.netloc}\r\nConnection: close\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
+
+    async def open(self, method: str, path: str, body: bytes = b"") -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Sends a request: (status, reader at the body, writer). One connection a request, as load balancers see it."""
+        context = ssl.create_default_context() if self.tls else None
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, limit=1 << 22)
+        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.headers}{kind}\r\n".encode() + body)
+        await writer.drain()
+        status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+        return status, reader, writer
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """A JSON answer; {} where there is none."""
+        status, reader, writer = await self.open("GET", path)
+        raw = await reader.read()
+        writer.close()
+        try:
+            found = json.loads(raw[raw.index(b"{") : raw.rindex(b"}") + 1])
+        except ValueError:
+            return {}
+        return found if status == 200 and isinstance(found, dict) else {}
+
+
+async def _request(target: _Target, body: dict[str, Any]) -> Sample:
+    """One streamed completion."""
+    sample, start = Sample(), time.perf_counter()
+    last = start
+    try:
+        status, reader, writer = await target.open("POST", "/v1/completions", json.dumps(body).encode())
+        if status != 200:
+            writer.close()
+            return Sample(error=f"status {status}")
+        done = False
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue  # chunk sizes, comments, empty lines
+            if line.startswith(b"data: [DONE]"):
+                done = True
+                break
+            event = json.loads(line[6:])
+            now = time.perf_counter()
+            if "error" in event:
+                sample.error = str(event["error"].get("code") or event["error"].get("type"))
+                break
+            if any(c.get("text") for c in event["choices"]):
+                if sample.ttft_s:
+                    sample.gaps_s.append(now - last)
+                else:
+                    sample.ttft_s = now - start
+                last = now
+            if event.get("usage"):
+                sample.tokens, sample.prompt_tokens = event["usage"]["completion_tokens"], event["usage"]["prompt_tokens"]
+        writer.close()
+        if not done and not sample.error:
+            sample.error = "cut"
+    except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
+        sample.error = type(error).__name__
+    sample.total_s = time.perf_counter() - start
+    return sample
+
+
+async def run_load(url: str, *, requests: int, clients: int, rate: float | None = None, input_tokens: int = 128, output_tokens: int = 64,
+                   key: str | None = None, model: str = "default", seed: int = 0) -> tuple[list[Sample], float]:  # fmt: skip
+    """Runs a load: (a sample of each request, seconds in all). rate: requests a second that come at random; None: `clients` send one
+    after the other. Prompts are random and differ from their first token on, so that no cache of prefixes helps."""
+    target, rng = _Target(url, key), random.Random(seed)
+    vocabulary = (await target.get("/tokenizer_info")).get("vocab_size")
+
+    def prompt() -> Any:
+        if isinstance(vocabulary, int) and vocabulary > 64:
+            return [rng.randrange(32, vocabulary) for _ in range(input_tokens)]
+        return " ".join(rng.choice(WORDS) for _ in range(input_tokens))
+
+    more = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    bodies = [{"model": model, "prompt": prompt(), **more} for _ in range(requests)]
+    start = time.perf_counter()
+    if rate is not None:
+        waits, at = [], 0.0
+        for _ in bodies:
+            waits.append(at)
+            at += rng.expovariate(rate)
+
+        async def later(wait_s: float, body: dict[str, Any]) -> Sample:
+            await asyncio.sleep(max(0.0, start + wait_s - time.perf_counter()))
+            return await _request(target, body)
+
+        return list(await asyncio.gather(*map(later, waits, bodies))), time.perf_counter() - start
+    left, samples = iter(bodies), list[Sample]()
+
+    async def client() -> None:
+        for body in left:
+            samples.append(await _request(target, body))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return samples, time.perf_counter() - start
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed; 0 for none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else 0.0
+
+
+def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
+    """Counts, rates, and percentiles in milliseconds."""
+    good = [s for s in samples if not s.error]
+    errors: dict[str, int] = {}
+    for sample in samples:
+        if sample.error:
+            errors[sample.error] = errors.get(sample.error, 0) + 1
+
+    def spread(values: list[float]) -> dict[str, float]:
+        return {f"p{p}": round(percentile(values, p / 100) * 1e3, 3) for p in (50, 90, 99)}
+
+    tokens = sum(s.tokens for s in good)
+    return {
+        "requests": len(samples),
+        "errors": errors,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "prompt_tokens": sum(s.prompt_tokens for s in good),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds, 3),
+        "ttft_ms": spread([s.ttft_s for s in good]),
+        "itl_ms": spread([gap for s in good for gap in s.gaps_s]),
+        "request_ms": spread([s.total_s for s in good]),
+    }
+
+
+@click.command("serve")
+@click.argument("url")
+@click.option("--clients", "-c", type=click.IntRange(1, 4096), default=8, help="Clients that send one request after the other.  [default: 8]")
+@click.option("--rate", type=click.FloatRange(0.001), help="Instead of clients: requests a second, at random times.")
+@click.option("--requests", type=click.IntRange(1), default=64, help="Requests in all.  [default: 64]")
+@click.option("--input-tokens", type=click.IntRange(1), default=128, help="Tokens of a prompt.  [default: 128]")
+@click.option("--output-tokens", type=click.IntRange(1), default=64, help="Tokens of an answer.  [default: 64]")
+@click.option("--warmup", type=click.IntRange(0), default=2, help="Requests before, that do not count.  [default: 2]")
+@click.option("--model-name", default="default", help="Model to name in requests.")
+@click.option("--api-key", envvar="FASTLLM_API_KEY", help="Key to send.")
+@click.option("--seed", type=int, default=0, help="Of prompts and times.  [default: 0]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def serve_command(url: str, **values: Any) -> int:
+    """Load a server at URL, and show what its clients see."""
+    same = {"input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"]}
+    same |= {"key": values["api_key"], "model": values["model_name"]}
+
+    async def run() -> tuple[list[Sample], float]:
+        if values["warmup"]:
+            await run_load(url, requests=values["warmup"], clients=values["warmup"], seed=values["seed"] + 1, **same)
+        asked = {"requests": values["requests"], "clients": values["clients"], "rate": values["rate"], "seed": values["seed"]}
+        return await run_load(url, **asked, **same)
+
+    found = summary(*asyncio.run(run()))
+    load = {"rate": values["rate"]} if values["rate"] else {"clients": values["clients"]}
+    found = {"url": url, **load, "input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"], **found}
+    if values["as_json"]:
+        click.echo(json.dumps(found))
+    else:
+        click.echo("\n".join(_lines(found)))
+    return 1 if len(found["errors"]) and not found["tokens"] else 0
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    how = f"{found['rate']:g} requests/s" if "rate" in found else f"{found['clients']} clients"
+    lines = [f"{found['requests']} requests of {found['input_tokens']} + {found['output_tokens']} tokens, {how}, {found['seconds']:.1f} s"]
+    lines.append(f"{'tokens/s':<22}{found['tokens_per_s']:>10.1f}")
+    lines.append(f"{'requests/s':<22}{found['requests_per_s']:>10.2f}")
+    names = {"ttft_ms": "first token", "itl_ms": "between tokens", "request_ms": "whole request"}
+    for key, name in names.items():
+        lines.append(f"{name + ', ms':<22}" + "".join(f"{p} {v:>9.1f}   " for p, v in found[key].items()).rstrip())
+    lines += [f"failed: {count} × {error}" for error, count in found["errors"].items()]
+    return lines
