@@ -23,7 +23,7 @@ import numpy as np
 from .errors import ShapeError
 from .ops import CATALOGUE, STEP_INPUTS, Dim, Shape
 
-__all__ = ["Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View"]
+__all__ = ["Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View", "experts_of_row"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,14 @@ class Graph:
         for name in self.outputs:
             if name not in ready or self.values[name].kind != "temp":
                 raise ShapeError(f"output '{name}' is not made by a node (views, inputs and weights cannot be outputs)")
+
+
+def experts_of_row(graph: Graph, node: Node) -> tuple[int, int]:
+    """How many of the matrices of a `moe` node one row takes, and how many there are; (1, 1) for other nodes."""
+    if node.op != "moe":
+        return 1, 1
+    ids, gate = graph.values[str(node.inputs[1])], graph.values[str(node.inputs[3])]
+    return int(ids.shape[1]), int(gate.shape[0])
 
 
 class GraphBuilder:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph
+from .graph import Graph, experts_of_row
 from .weights import WeightRef
 
 __all__ = ["ModelDef"]
@@ -29,3 +30,14 @@ class ModelDef:
     max_position: int
     notes: tuple[str, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
+
+    def active_parameters(self) -> tuple[int, int]:
+        """(parameters that one token takes part in, all): of the experts those that a token is given to, everything else whole."""
+        total = {v.name: math.prod(int(d) for d in v.shape) for v in self.graph.of_kind("weight")}
+        active = dict(total)
+        for node in self.graph.nodes:
+            taken, count = experts_of_row(self.graph, node)
+            for name in node.inputs if count > 1 else ():
+                if name in total:
+                    active[name] = total[name] * taken // count
+        return sum(active.values()), sum(total.values())

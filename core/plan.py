@@ -5,23 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .backend import PackedLayout, StepDims, plain_bytes
-from .graph import Graph, Node
+from .graph import Graph, experts_of_row
 
-__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "active_experts", "total_experts"]
+__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits"]
 
 HOST = "host"
 """Who runs `sample`: the executor itself, from downloaded logits. Its adjustments and masks have no bound that a device could
 reserve memory for, and two implementations of the draw would have to agree bit for bit."""
-
-
-def active_experts(graph: Graph, node: Node) -> int:
-    """Experts that one row of a `moe` node takes; 1 for other nodes."""
-    return int(graph.values[str(node.inputs[1])].shape[1]) if node.op == "moe" else 1
-
-
-def total_experts(graph: Graph, node: Node) -> int:
-    """Experts of a `moe` node; 1 for other nodes."""
-    return int(graph.values[str(node.inputs[3])].shape[0]) if node.op == "moe" else 1
 
 
 @dataclass(frozen=True)
@@ -127,10 +117,11 @@ class Plan:
         for decision in self.decisions:
             node = self.graph.nodes[decision.node]
             names = node.inputs[:1] if node.op == "embed" else node.inputs
+            active, total = experts_of_row(self.graph, node)
             for name in names:
                 if name is not None and self.graph.values[name].kind == "weight":
                     nbytes = self.places[(decision.device, name)].nbytes
-                    used[(decision.device, name)] = nbytes * active_experts(self.graph, node) // total_experts(self.graph, node)
+                    used[(decision.device, name)] = nbytes * active // total
         return sum(used.values())
 
     def copy_bytes_per_token(self) -> int:

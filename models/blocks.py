@@ -38,7 +38,8 @@ def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Ma
         k = g.rope(k, freqs[rope], style=rope.style, factor=rope.attention_factor)
     cache = g.kv_cache(f"kv.{layer}", kv_heads, dim, dim)
     g.kv_write(cache, k, v)
-    out = g.attention(q, cache, scale=c.query_scale, window=c.window_of(layer), softcap=c.attn_softcap)  # [T, H, D]
+    sinks = g.weight(f"{p}.sinks", (heads,), "f32") if c.attn_sinks else None
+    out = g.attention(q, cache, sinks=sinks, scale=c.query_scale, window=c.window_of(layer), softcap=c.attn_softcap)  # [T, H, D]
     return linear(g, g.view(out, ("T", heads * dim)), f"{p}.o_proj", c.hidden_size, bias=c.output_bias)
 
 

@@ -87,7 +87,7 @@ class DecoderConfig:
     norms: "pre" (before each branch) or "sandwich" (before and after). layer_types: "full" or "sliding" per layer; a sliding
     layer sees sliding_window keys, itself included, and uses local_rope where there is one. no_rope_layers: layers without
     positions. query_scale multiplies q·k. qk_norm: q and k are normed, each head alone or (qk_norm_all) all heads as one vector.
-    Multipliers and softcaps of 1.0 and 0.0 mean none. moe: experts in place of the MLP, in all layers but its dense ones. mla: latent
+    Multipliers and softcaps of 1.0 and 0.0 mean none. attn_sinks: a logit per head that takes part in the softmax alone. moe: experts in place of the MLP, in all layers but its dense ones. mla: latent
     attention in place of the grouped one. extra_layers: layers behind the last that predict further tokens, which are left out.
     """
 
@@ -114,6 +114,7 @@ class DecoderConfig:
     layer_types: tuple[str, ...] = ()
     no_rope_layers: frozenset[int] = frozenset()
     attn_softcap: float = 0.0
+    attn_sinks: bool = False
     final_softcap: float = 0.0
     embed_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -69,6 +69,8 @@ def gguf_name(name: str, config: DecoderConfig) -> WeightRef:
         return WeightRef(f"{_TOP[stem]}.{kind}")
     if kind == "e_score_correction_bias":
         return WeightRef(f"blk.{layer}.exp_probs_b.bias")
+    if kind == "sinks":
+        return WeightRef(f"blk.{layer}.attn_sinks.weight")
     table = {**_LAYER, **_SANDWICH} if config.norms == "sandwich" else _LAYER
     return WeightRef(f"blk.{layer}.{table[stem]}.{kind}")
 

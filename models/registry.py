@@ -20,6 +20,7 @@ from . import (
     deepseek,
     gemma2,
     gemma3,
+    gpt_oss,
     granite_moe,
     internlm2,
     internlm3,
@@ -46,7 +47,7 @@ FAMILIES: tuple[Family, ...] = tuple(
     module.FAMILY
     for module in (
         llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3,
-        mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe,
+        mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe, gpt_oss,
     )
 ) + deepseek.FAMILIES  # fmt: skip
 """Every family, in the order of the documentation."""

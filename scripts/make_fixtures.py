@@ -307,6 +307,19 @@ FIXTURES_BY_NAME = {
         },
         own=_as_kimi,
     ),
+    "gpt_oss": Fixture(
+        "gpt_oss",
+        {
+            **HEADS16,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+            **_rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, truncate=False),
+        },
+        gguf="gpt-oss",
+    ),
 }
 """Folder name -> how it is made."""
 
@@ -368,6 +381,8 @@ def _random(key: str, shape: torch.Size, generator: torch.Generator, kind: str) 
         return 0.3 * x if kind.startswith("gemma") else 1.0 + 0.3 * x
     if key.endswith("bias"):
         return 0.3 * x
+    if key.endswith("experts.gate_up_proj"):
+        return x  # so large that the activation is clamped
     return x if "embed" in key else x * (1.5 / math.sqrt(shape[-1]))
 
 
@@ -403,7 +418,7 @@ LAYER = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -418,9 +433,17 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out: dict[str, Any] = {}
     for name, data in tensors.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight", name)
+        alternate = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
         fused = re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight", name)
         if match:
             out.setdefault(f"blk.{match[1]}.ffn_{EXPERT_PARTS[match[3]]}_exps.weight", {})[int(match[2])] = data
+        elif alternate and alternate[2] == "gate_up_proj":
+            for part, start in (("gate", 0), ("up", 1)):
+                rows = data[..., start::2]
+                out[f"blk.{alternate[1]}.ffn_{part}_exps.{'bias' if alternate[3] else 'weight'}"] = rows if alternate[3] else rows.swapaxes(1, 2)
+        elif alternate:
+            name = f"blk.{alternate[1]}.ffn_down_exps.{'bias' if alternate[3] else 'weight'}"
+            out[name] = data if alternate[3] else data.swapaxes(1, 2)
         elif fused and fused[2] == "input":
             half = data.shape[1] // 2
             out[f"blk.{fused[1]}.ffn_gate_exps.weight"] = data[:, :half]
@@ -479,6 +502,8 @@ def _gguf_experts(w: gguf.GGUFWriter, arch: str, c: dict[str, Any]) -> None:
     w.add_expert_used_count(c["num_experts_per_tok"])
     if arch in ("qwen2moe", "qwen3moe"):
         w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    if arch == "gpt-oss":
+        w.add_expert_feed_forward_length(c["intermediate_size"])
     if arch == "qwen2moe":
         w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if arch == "granitemoe":
@@ -508,7 +533,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
         w.add_vocab_size(c["vocab_size"])
     extra = _gguf_rope(w, arch, c, head_dim)
     _gguf_experts(w, arch, c)
-    if arch.startswith("gemma") or arch == "phi3":
+    if arch.startswith("gemma") or arch in ("phi3", "gpt-oss"):
         w.add_sliding_window(c["sliding_window"])
     if arch == "gemma2":
         w.add_attn_logit_softcapping(c["attn_logit_softcapping"])
@@ -535,7 +560,7 @@ def write_gguf(path: Path, arch: str, c: dict[str, Any], tensors: dict[str, np.n
 
 def _add(w: gguf.GGUFWriter, name: str, data: np.ndarray) -> None:
     kind = gguf.GGMLQuantizationType.BF16
-    if data.ndim >= 2:
+    if data.ndim >= 2 and not name.endswith(".bias"):
         w.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(data, np.float32), kind), raw_dtype=kind)
     else:
         w.add_tensor(name, np.ascontiguousarray(data, np.float32))
@@ -573,12 +598,16 @@ def _gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if name.startswith("blk."):
         return name
+    if kind == "sinks":
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     if stem in top:
         return f"{top[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
     if kind == "e_score_correction_bias":
         return f"blk.{layer}.exp_probs_b.bias"
+    if arch == "gpt-oss" and rest == "post_attention_layernorm":
+        return f"blk.{layer}.post_attention_norm.{kind}"
     if arch.startswith("gemma"):
         sandwich = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                     "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip

@@ -72,6 +72,9 @@ def describe(files: ModelFiles) -> dict[str, Any]:
     try:
         built = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
         facts |= {"context": built.max_position, "layers": built.num_layers, "hidden_size": built.hidden_size, "vocabulary": built.vocab_size}
+        active, total = built.active_parameters()
+        if active < total:
+            facts |= {"active_parameters": active, "active_share": f"{100 * active / total:.1f} % of the {total:,} that a token can meet"}
         facts |= {key: value for key, value in built.details.items() if isinstance(value, str | int | float)}
         facts["notes"] = [*files.notes, *built.notes]
     except FastLLMError as error:

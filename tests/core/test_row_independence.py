@@ -93,6 +93,7 @@ CASES = [
     ("qwen2_moe", "q4_0", "cpu_avx", {}),
     ("mixtral", "bf16", "cpu_avx", {}),
     ("deepseek_v3", "q8_0", "cpu_avx", {}),
+    ("gpt_oss", "q8_0", "cpu_avx", {}),
     ("llama_llama3", "bf16", "opencl_generic", {}),
     ("gemma3", "q8_0", "opencl_generic", {}),
     ("qwen3", "q4_0", "opencl_generic", {"kernels": "lanes"}),

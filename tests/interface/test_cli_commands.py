@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,17 @@ def test_inspect_shows_what_the_header_says(run, tiny_model):
     assert shown["context"] == "64"
     assert shown["tokenizer"] == "tokenizer.json"
     assert shown["formats"] == "bf16 100.0 %"
+
+
+def test_inspect_and_plan_count_only_the_experts_that_a_token_takes(run):
+    folder = Path(__file__).parent.parent / "models" / "fixtures" / "mixtral"
+    facts = json.loads(run("inspect", folder, "--json").out)
+    stack = 2 * 3 * 6 * 16 * 32  # layers × matrices × experts × width × hidden
+    assert facts["parameters"] - facts["active_parameters"] == stack * 4 // 6
+    assert facts["active_share"].startswith(f"{100 * facts['active_parameters'] / facts['parameters']:.1f} %")
+    assert "active_parameters" not in json.loads(run("inspect", folder.parent / "llama", "--json").out)
+    plan = json.loads(run("plan", folder, "--backend", "ref", "--no-measure", "--json").out)
+    assert plan["weights_bytes"] - plan["weight_bytes_per_token"] == stack * 4 // 6 * 4 + 256 * 32 * 4  # and the embedding's table
 
 
 def test_inspect_as_json_has_every_tensor_and_is_finite(run, tiny_model, tmp_path):

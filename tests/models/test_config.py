@@ -33,10 +33,11 @@ ONE_PER_FAMILY = [
     "granite_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "gpt_oss",
 ]
 SCALED = ["llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_yarn_options", "phi3"]
 TWINS = ["llama", "llama_llama3", "llama_yarn", "smollm3", "qwen2", "qwen3", "phi3", "internlm2", "gemma2", "gemma3"]
-TWINS += ["mixtral", "qwen2_moe_all", "qwen3_moe", "olmoe", "granite_moe", "deepseek_v2", "deepseek_v3"]
+TWINS += ["mixtral", "qwen2_moe_all", "qwen3_moe", "olmoe", "granite_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 NASTY = [
     None, True, False, 0, -1, 1, 3, 2**70, 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308, 1e-308, "", "x", [], [0], [None],
     [math.nan],
@@ -215,6 +216,7 @@ def test_experts_that_cannot_be_are_an_error(name, changes, message, tiny):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit"),
     ],
 )
 def test_routers_that_are_not_known_are_refused(name, changes, key, tiny):

@@ -177,6 +177,19 @@ CHANGES: dict[str, dict[str, Callable[[DecoderConfig], DecoderConfig]]] = {
         "mscale ignored": fields(query_scale=16**-0.5),
         "scaling ignored": rope(scaling="default"),
     },
+    "gpt_oss": {
+        **WINDOW,
+        **TYPES,
+        "no sinks": fields(attn_sinks=False),
+        "softmax over all experts": moe(score="softmax"),
+        "no router bias": moe(router_bias=False),
+        "no expert biases": moe(expert_bias=False),
+        "no q, k, v bias": fields(qkv_bias=False),
+        "no output bias": fields(output_bias=False),
+        "plain silu": fields(hidden_act="silu"),
+        "rounded range of yarn": rope(truncate=True),
+        "no attention factor": rope(attention_factor=1.0),
+    },
     "kimi_k2": {"no bias chooses": moe(choose_bias=False)},
     "granite_moe": {
         "softmax over all": moe(score="softmax"),
@@ -293,6 +306,31 @@ def test_fixture_notices_norms_of_the_latents(what, source, tiny, oracle):
     assert case.error(oracle.evaluate(case.model.graph, left_out, case.ids)) > NOTICED
     nodes = [replace(n, attrs={"eps": 1e-2}) if n.op == "rms_norm" and what in str(n.inputs[1]) else n for n in case.model.graph.nodes]
     assert case.error(oracle.evaluate(replace(case.model.graph, nodes=nodes), weights, case.ids)) > NOTICED
+
+
+def test_fixture_notices_an_activation_that_is_not_clamped(tiny, oracle, monkeypatch):
+    case = tiny("gpt_oss")
+    weights = oracle.load_weights(case.model, case.files.tensors)
+
+    def unclamped(gate, up, kind):
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+    monkeypatch.setattr(oracle, "_gated", unclamped)
+    assert case.error(oracle.evaluate(case.model.graph, weights, case.ids)) > NOTICED
+
+
+def test_fixture_notices_gate_and_up_as_halves_instead_of_alternating(tiny, oracle):
+    case = tiny("gpt_oss")
+    width = case.model.details["config"].moe.intermediate_size
+
+    def halves(name):
+        ref = case.model.weights[name]
+        if "experts.gate_proj" not in name and "experts.up_proj" not in name:
+            return ref
+        rows = tuple(range(width)) if "gate_proj" in name else tuple(range(width, 2 * width))
+        return replace(ref, parts=tuple(replace(p, row_index=rows) for p in ref.parts))
+
+    assert renamed(case, oracle, halves) > NOTICED
 
 
 def test_keys_and_values_of_a_joint_kv_b_are_those_of_the_split_one(tiny, oracle):
