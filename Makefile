@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install run chat test lint docs wheel clean
+.PHONY: install run chat test lint conformance docs wheel clean
 
 install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
 
@@ -21,6 +21,10 @@ test: $(VENV)/.installed-test ## the whole suite; K=EXPRESSION runs a part of it
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, cython-lint, clang-format; warnings are errors
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lint
+
+conformance: install ## every mutant, then the whole suite on cpu_avx in every variant; reports go to docs/conformance
+	$(BIN)/fastllm conformance self-test
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/conformance_reports.py
 
 docs: install ## write the generated parts of the documents
 	$(BIN)/python scripts/make_docs.py

@@ -107,6 +107,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"- backend: {report['distribution']} {report['version']}, device {report['device']}, execution {report['execution']}",
         f"- suite {report['suite']}, interface {report['api']}, opset {report['opset']}, engine {report['engine']}, {report['date']}, seed {report['seed']}",
         f"- command: `{report['command']}` ({report['time_s']} s)",
+        f"- sources: {report['sources'][:16] or 'unknown'}",
         "",
         "| op | passed | expected | n/a | failed | worst margin | implementation |",
         "|---|---|---|---|---|---|---|",

@@ -135,12 +135,23 @@ class _Planner:
                 ]
             op, why = next((node.op, a.reason) for node, a in zip(nodes, answers, strict=True) if isinstance(a, No))
             for i, a in zip(group, answers, strict=True):
-                refused[i].append(f"{device}: {a.reason if isinstance(a, No) else f'its state is also that of {op}: {why}'}")
+                refused[i].append(f"{device}: {self._why(a) if isinstance(a, No) else f'its state is also that of {op}: {why}'}")
         ops = ", ".join(f"'{op}'" for op in dict.fromkeys(n.op for n in nodes))
         raise UnsupportedError(
             f"no backend runs op {ops} of this model",
             why="; ".join(dict.fromkeys(reason for node in refused.values() for reason in node)),
         )
+
+    def _why(self, answer: No) -> str:
+        """The reason of a No, and within which ranges it would have been a Yes."""
+        limits = self.limits
+        largest = {"T": limits.max_tokens, "S": limits.max_sequences, "R": limits.max_rows, "B": limits.max_blocks, "ctx": limits.context}
+        less = {name: high for name, (_, high) in (answer.holds or {}).items() if high < largest.get(name, high)}
+        if not less:
+            return answer.reason
+        ranges = " and ".join(f"{name} ≤ {high:,} of {largest[name]:,}" for name, high in less.items())
+        fix = f"; --ctx {less['ctx']} keeps it there" if set(less) == {"ctx"} else ""
+        return f"{answer.reason}: it holds for {ranges}{fix}"
 
     def _check_policy(self, wanted: Sequence[str]) -> None:
         left = self.plan.fallbacks

@@ -96,7 +96,7 @@ def read_model(path: str | os.PathLike[str], context: int | None = None) -> Mode
 
     files = open_model(Path(path))
     try:
-        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=context)
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=context, ready=files.ready)
     except BaseException:
         files.close()
         raise

@@ -18,7 +18,17 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from .core.cgroup import available_memory
-from .core.errors import InvalidRequest, ModelFileError, OutOfMemory, TokenizerError, UsageError
+from .core.errors import (
+    BackendBroken,
+    BackendDisabled,
+    BackendNotFound,
+    BackendUnavailable,
+    InvalidRequest,
+    ModelFileError,
+    OutOfMemory,
+    TokenizerError,
+    UsageError,
+)
 from .core.graph import KVSpec, SlotSpec
 from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
@@ -251,8 +261,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         backends[selection.name] = registry.open(selection, chosen)
         if backends[selection.name].warning:
             options.message(backends[selection.name].warning)
-        if selection.name != "ref":
-            backends["ref"] = registry.open(registry.select("ref"), {})
+        _open_helpers(registry, selection.name, backends)
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
         _report(plan, definition, files, fallback, options)
@@ -262,6 +271,16 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         close_all(unpacker.close, *(backend.close for backend in backends.values()), files.close)
         raise
     return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available, unpacker)
+
+
+def _open_helpers(registry: BackendRegistry, chosen: str, backends: dict[str, Backend]) -> None:
+    """Opens what may take the ops that the chosen backend cannot run, in the planner's order: `cpu_avx` where it is ready, then `ref`.
+    `cpu_avx` itself has every op but what only `ref` defines."""
+    if chosen not in ("cpu_avx", "ref"):
+        with contextlib.suppress(BackendNotFound, BackendDisabled, BackendBroken, BackendUnavailable):
+            backends["cpu_avx"] = registry.open(registry.select("cpu_avx"), {})
+    if chosen != "ref":
+        backends["ref"] = registry.open(registry.select("ref"), {})
 
 
 def with_dtype(definition: ModelDef, files: ModelFiles, options: LoadOptions) -> ModelDef:

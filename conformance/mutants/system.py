@@ -14,7 +14,7 @@ import numpy as np
 from fastllm.api import Backend, Buffer, MemoryInfo, No, OpFn, OpQuery, OutOfMemory, RefBackend, Stream, Yes
 
 from ..case import NotApplicable
-from .base import Breaker, LateBase, Mutant, MutantBase
+from .base import Breaker, LateBase, Mutant, MutantBase, changed, post, pre
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -116,6 +116,13 @@ class SkipsEverything(MutantBase):
 
     def supports(self, q: OpQuery) -> Yes | No:
         raise NotApplicable("skipped")
+
+
+class NoRope(MutantBase):
+    """Lacks an op of every decode step."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        return No("rope is not written yet") if q.op == "rope" else super().supports(q)
 
 
 class Downloads(MutantBase):
@@ -378,5 +385,16 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("rms_norm.random", "order", "the last bit changes from call to call", "rms_norm/*/repeats#d0", "d0", make("rms_norm", _noise(lambda: next(_calls) % 3)), plain)
     for name, how, what in (("crashes", _crash, "SIGSEGV"), ("exits", _exit, "exit status 0 in the middle"), ("hangs", _hang, "never returns")):
         yield Mutant(f"softmax.{name}", "process", what, "softmax/f32/row/m3-n33/*#bound", "contract", make("softmax", _dies(how)), plain, "process")
+    for name, what, cases, rule, breaker, op in (
+        ("scale_off", "every linear layer × (1 + 2⁻⁸)", "model/llama-f32/*/logits#model", "model", post(lambda out, a, t: out.__imul__(F32(1 + 2**-8))), "linear"),
+        ("f16_activations", "activations of linear layers rounded to f16", "model/llama-f32/*/logits#model", "model", changed(0, lambda x: x.astype(np.float16).astype(F32)), "linear"),
+        ("window_ignored", "windows are not applied", "model/mistral-f16/*/logits#model", "model", pre(lambda b, i, a: a.update(window=0)), "attention"),
+        ("softcap_ignored", "scores are not capped", "model/gemma2-bf16/*/logits#model", "model", pre(lambda b, i, a: a.update(softcap=0.0)), "attention"),
+        ("split_by_batch", "from 8 rows on, sums go in another order", "model/llama-f32/*/chunks#d2", "d2", _batch, "linear"),
+        ("neighbours_blocks", "sequence s reads the blocks of s − 1", "engine/*/streams#serve", "serve", changed(5, lambda t: np.roll(t, 1, axis=0)), "attention"),
+    ):
+        yield Mutant(f"model.{name}", "model", what, cases, rule, make(op, breaker), plain)
+    yield Mutant("model.op_leaves", "model", "an op of every step is answered No", "model/llama-f32/*/fallbacks#model", "model", lambda options: NoRope(None, options), plain)
+    yield Mutant("model.failed_load_leaks", "model", "memory of a failed load is not given back", "engine/*/failing_allocations#serve", "leak", lambda options: NeverFrees(None, options), plain)
     yield Mutant("softmax.downloads", "honesty", "an op that is called native downloads", "softmax/f32/row/m3-n33/*#bound", "", lambda options: Downloads(None, options), plain, "native")
     yield Mutant("backend.skips_everything", "honesty", "every question raises a skip", "*", "", lambda options: SkipsEverything(None, options), plain, "level")

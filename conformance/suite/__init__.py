@@ -13,11 +13,11 @@ __all__ = ["all_cases"]
 @lru_cache(maxsize=1)
 def all_cases() -> dict[str, Case]:
     """id -> case, in running order. Raises ValueError for an id that is used twice."""
-    from . import attention, contract, determinism, elementwise, honesty, linear, memory, norms, sampling
+    from . import attention, contract, determinism, elementwise, honesty, linear, memory, models, norms, sampling, serving
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, attention, memory, sampling, honesty, contract, determinism)
+        module.cases() for module in (linear, norms, elementwise, attention, memory, sampling, honesty, contract, determinism, models, serving)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

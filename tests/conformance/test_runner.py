@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fastllm.api import UsageError
+from fastllm.backends.cpu_avx import isa
 from fastllm.cli.main import run_command
 from fastllm.conformance import Failure, NotApplicable, check_backend, parametrize_with_cases
 from fastllm.conformance.case import Case, CaseResult
@@ -213,3 +214,18 @@ def test_the_command_says_which_case_failed_and_exits_with_1(bad, tmp_path, caps
     assert run_command(["conformance", "run", "--backend", "nobody"]) == 2
     assert run_command(["conformance", "list", "--op", "softmax", "--quick"]) == 0
     assert "softmax/f32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("isa", [name for name, missing in isa.variants().items() if not missing])
+def test_the_quick_cases_of_every_level_pass_on_cpu_avx(isa):
+    results = check_backend("cpu_avx", level="gold", quick=True, options={"isa": isa})
+    assert [f"{r.id}: {r.message}" for r in results if r.status not in ("passed", "n/a")] == []
+    assert {r.group for r in results} >= {"models", "serving", "contract", "honesty", "determinism", "attention"}
+
+
+def test_a_tiny_model_of_every_kind_agrees_with_the_f64_graph_on_ref():
+    results = check_backend("ref", level="silver", cases=["model/*#model"])
+    logits = [r for r in results if "/logits#" in r.id]
+    assert len(logits) >= 11
+    assert [f"{r.id}: {r.message}" for r in results if r.status != "passed"] == []
+    assert all(r.margin < 0.75 for r in logits)

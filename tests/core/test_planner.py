@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastllm.api import RefBackend
+from fastllm.api import No, RefBackend
 from fastllm.core.arena import Lifetime, pack_lifetimes
 from fastllm.core.errors import ModelFileError, UnsupportedError, UsageError
 from fastllm.core.executor import Executor
@@ -132,3 +132,15 @@ def test_a_step_larger_than_the_plan_is_refused():
     executor = Executor(make_plan(graph, refs, sources, backends, Placement.on("ref"), LIMITS), refs, sources, backends)
     with pytest.raises(Exception, match="exceeds the plan"):
         executor.run(batch([1] * 9))
+
+
+def test_a_no_with_ranges_says_what_would_keep_the_op_on_its_device():
+    class Short(Accelerator):
+        def supports(self, q):
+            if q.op == "attention" and q.dims["ctx"][1] > 8:
+                return No("keys in registers", {"ctx": (0, 8)})
+            return super().supports(q)
+
+    _, plan = logits_of({"acc": Short(), "ref": RefBackend()}, Placement.on("acc"))
+    (reason,) = {d.reason for d in plan.fallbacks if plan.graph.nodes[d.node].op == "attention"}
+    assert reason == f"acc: keys in registers: it holds for ctx ≤ 8 of {LIMITS.context:,}; --ctx 8 keeps it there"

@@ -205,13 +205,13 @@ def partial(tmp_path):
 
 def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, partial):
     facts = json.loads(run("plan", tiny_model, "--json", "--no-measure", *partial).out)
-    assert [(f["op"], f["device"], f["count"]) for f in facts["fallbacks"]] == [("kv_write", "ref", 2), ("attention", "ref", 2)]
+    assert [(f["op"], f["device"], f["count"]) for f in facts["fallbacks"]] == [("kv_write", "cpu_avx", 2), ("attention", "cpu_avx", 2)]
     assert facts["fallbacks"][1]["reason"] == "partial: this device has no softmax"
     assert facts["copy_bytes_per_token"] > 0
     assert "leaves its device" in run("plan", tiny_model, "--no-measure", *partial).out
     warned = run("run", tiny_model, "--prompt", "x", "-n", 1, *partial)
     assert warned.code == 0
-    assert "attention (× 2) runs on ref" in warned.err
+    assert "attention (× 2) runs on cpu_avx" in warned.err
     allowed = run("run", tiny_model, "--prompt", "x", "-n", 1, "--fallback", "allow", *partial)
     assert "ops run elsewhere" in allowed.err
     for more in (("--fallback", "error"), ("--strict",)):
