@@ -18,6 +18,7 @@ cdef extern from "linear.h" nogil:
         uint8_t *data
     int FL_STRIP
     int fl_layout_id(const char *name)
+    const char *fl_layout_name(int layout)
     size_t fl_packed_bytes(int layout, int64_t N, int64_t K)
     size_t fl_source_bytes(int layout, int64_t N, int64_t K)
     int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t strip1, const uint8_t *src, uint8_t *dst)
@@ -60,8 +61,8 @@ cdef extern from "program.h" nogil:
         int32_t op, barrier, node
         int32_t symbol[9]
         fl_view v[9]
-        fl_weight weight
-        fl_acts acts
+        fl_weight weight, up
+        fl_acts acts, codes
         fl_cache cache
         int64_t i[8]
         float f[2]
@@ -138,6 +139,18 @@ def layout_number(str name) -> int:
     """The C number of a packed layout; −1 if unknown."""
     cdef bytes raw = name.encode()
     return fl_layout_id(raw)
+
+
+STRIP = FL_STRIP
+"""Output rows of a strip."""
+
+
+def layout_name(int layout) -> str:
+    """The name of a packed layout number."""
+    cdef const char *name = fl_layout_name(layout)
+    if name == NULL:
+        raise ValueError(f"there is no layout {layout}")
+    return (<bytes>name).decode()
 
 
 def prepare_kind(int layout, bint exact) -> int:
@@ -350,7 +363,7 @@ cdef class Pool:
 
 
 cdef class Program:
-    """A flat array of instructions on fixed addresses. code: tuples (op, barrier, node, operands, weight, acts, cache, ints,
+    """A flat array of instructions on fixed addresses. code: tuples (op, barrier, node, operands, weights, acts, cache, ints,
     floats) of `lower.py`; checks: its tuples too; owned: objects that must live as long."""
 
     cdef fl_program program
@@ -385,7 +398,7 @@ cdef class Program:
 
     cdef _fill(self, fl_instruction *to, tuple entry):
         cdef int n
-        op, barrier, node, operands, weight, acts, cache, ints, floats = entry
+        op, barrier, node, operands, weights, acts, cache, ints, floats = entry
         to.op, to.barrier, to.node = op, barrier, node
         if len(operands) > FL_OPERANDS or len(ints) > FL_INTS or len(floats) > FL_FLOATS:
             raise ValueError("an instruction has too many operands")
@@ -394,12 +407,18 @@ cdef class Program:
                 address, symbol, rows, s0, s1, d1, d2, dtype = operands[n]
                 to.v[n].p, to.symbol[n] = <char *><intptr_t>address, symbol
                 to.v[n].rows, to.v[n].s0, to.v[n].s1, to.v[n].d1, to.v[n].d2, to.v[n].dtype = rows, s0, s1, d1, d2, dtype
-        if weight is not None:
-            to.weight.layout, to.weight.N, to.weight.K, address = weight
+        if len(weights) > 0:
+            to.weight.layout, to.weight.N, to.weight.K, address = weights[0]
             to.weight.data = <const uint8_t *><intptr_t>address
-        if acts is not None:
-            to.acts.kind, to.acts.K, address = acts
+        if len(weights) > 1:
+            to.up.layout, to.up.N, to.up.K, address = weights[1]
+            to.up.data = <const uint8_t *><intptr_t>address
+        if len(acts) > 0:
+            to.acts.kind, to.acts.K, address = acts[0]
             to.acts.data = <uint8_t *><intptr_t>address
+        if len(acts) > 1:
+            to.codes.kind, to.codes.K, address = acts[1]
+            to.codes.data = <uint8_t *><intptr_t>address
         if cache is not None:
             (address, to.cache.block_bytes, to.cache.num_blocks, to.cache.block_size, to.cache.heads, to.cache.key_dim,
              to.cache.value_dim, to.cache.dtype) = cache

@@ -11,13 +11,22 @@ cdef extern from *:
     """
     ctypedef struct fl_linear_ops:
         void (*prepare)(fl_acts *a, const float *x, size_t ldx, int row0, int row1) noexcept nogil
-        void (*linear)(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1,
-                       int accumulate, void *scratch) noexcept nogil
+        void (*linear)(const fl_weight *w, const fl_weight *up, const fl_acts *a, const fl_target *to, int strip0, int strip1,
+                       void *scratch) noexcept nogil
         void (*unpack_row)(const fl_weight *w, int64_t n, float *out) noexcept nogil
     const fl_linear_ops *fl_linear_of(const char *isa) nogil
 
 cdef extern from "linear.h" nogil:
     int fl_unpack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst)
+    ctypedef struct fl_target:
+        const float *bias
+        const float *up_bias
+        const float *add
+        float *y
+        size_t ldadd, ldy
+        fl_acts *codes
+        int32_t act
+    int FL_ACT_NONE
     void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int exact, int accumulate)
 
 
@@ -85,6 +94,7 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
     cdef const fl_linear_ops *ops = _linear_ops(isa)
     cdef fl_weight w
     cdef fl_acts a
+    cdef fl_target to
     cdef int T = <int>x.shape[0], a0, a1
     cdef const float *b = NULL
     _weight(layout, N, x.shape[1], packed, &w)
@@ -92,6 +102,10 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
         raise ValueError("x, y and bias do not belong together")
     if bias is not None:
         b = &bias[0]
+    memset(&to, 0, sizeof(to))
+    to.bias, to.y, to.ldy, to.ldadd, to.act = b, &y[0, 0], N, N, FL_ACT_NONE
+    if accumulate:
+        to.add = to.y
     cdef int strips = <int>((N + FL_STRIP - 1) // FL_STRIP)
     a.kind, a.rows, a.K = fl_prepare_kind(w.layout, exact), T, w.K
     cdef size_t prepared = (fl_prepared_bytes(a.kind, T, w.K) + 63) // 64 * 64
@@ -104,7 +118,7 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
         for a0, a1 in zip((0, *row_cuts), (*row_cuts, T), strict=True):
             ops.prepare(&a, &x[0, 0], w.K, a0, a1)
         for a0, a1 in zip((0, *strip_cuts), (*strip_cuts, strips), strict=True):
-            ops.linear(&w, &a, b, &y[0, 0], N, a0, a1, accumulate, start + prepared)
+            ops.linear(&w, NULL, &a, &to, a0, a1, start + prepared)
     finally:
         free(memory)
 

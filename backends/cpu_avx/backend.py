@@ -84,7 +84,9 @@ class CpuBackend(Backend):
         if threads < 0 or threads > 1024:
             raise UsageError(f"threads={threads} is outside of 0…1024", who="cpu_avx")
         if act not in ("int8", "f32") or kv_dtype not in CACHE_TYPES:
-            raise UsageError(f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix="act: int8, f32; kv_dtype: f16, f32")
+            raise UsageError(
+                f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix="act: int8, f32; kv_dtype: f16, f32"
+            )
         self.isa = _choose(isa)
         choice = choose_threads(threads, pin)
         self.threads, self.reason, self.warning = choice.count, choice.reason, choice.warning
@@ -109,7 +111,9 @@ class CpuBackend(Backend):
         try:
             memory = _native.Memory(nbytes, kind in HUGE_KINDS and nbytes >= HUGE_BYTES)
         except (MemoryError, OverflowError):
-            raise OutOfMemory(f"{kind} buffer of {nbytes:,} bytes: the system refuses it", requested=nbytes, kind=kind) from None
+            raise OutOfMemory(
+                f"{kind} buffer of {nbytes:,} bytes: the system refuses it", requested=nbytes, kind=kind
+            ) from None
         self._used += nbytes
 
         def release() -> None:
@@ -177,9 +181,13 @@ class CpuBackend(Backend):
         data = np.ascontiguousarray(weight.data)
         status = self._pool.pack(number, *layout.shape, data, dst.handle + offset)
         if status < 0:
-            raise ShapeError(f"weight '{weight.name}' has {data.nbytes:,} bytes, which is not {weight.format}{list(weight.shape)}")
+            raise ShapeError(
+                f"weight '{weight.name}' has {data.nbytes:,} bytes, which is not {weight.format}{list(weight.shape)}"
+            )
         if status > 0:
-            raise EngineError("the threads of this backend cannot be used: it was opened in another process, or is busy", who="cpu_avx")
+            raise EngineError(
+                "the threads of this backend cannot be used: it was opened in another process, or is busy", who="cpu_avx"
+            )
 
     def unpack_weight(self, data: np.ndarray, layout: PackedLayout) -> np.ndarray:
         """The file's bytes. Raises UnsupportedError for a layout of another backend or version, or of another size."""
@@ -249,7 +257,9 @@ class CpuBackend(Backend):
 
         return run
 
-    def _run_single(self, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Mapping[str, Any]) -> None:
+    def _run_single(
+        self, name: str, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], attrs: Mapping[str, Any]
+    ) -> None:
         """A program of one node on these operands, whose shapes are checked by the catalogue's rule."""
         self._check_open()
         spec = CATALOGUE[name]
@@ -295,15 +305,22 @@ class CpuBackend(Backend):
             root = tensors[graph.base(value).name]
             return Source(tensors[value], graph.values[value].shape, int(root.buffer.handle) + root.offset)
 
-        return self._compile(sub, source, env.largest)
+        uses: dict[str, int] = {}
+        for name in (*graph.outputs, *(n for node in graph.nodes for n in node.inputs if n is not None)):
+            uses[graph.base(name).name] = uses.get(graph.base(name).name, 0) + 1
+        return self._compile(sub, source, env.largest, uses)
 
-    def _compile(self, nodes: Sequence[Node], source: Any, largest: StepDims) -> NativeProgram:
+    def _compile(
+        self, nodes: Sequence[Node], source: Any, largest: StepDims, uses: Mapping[str, int] | None = None
+    ) -> NativeProgram:
         try:
-            lowered = lower(nodes, source, largest, exact=self._exact, kv_dtype=self._kv_dtype, threads=self.threads)
+            lowered = lower(nodes, source, largest, exact=self._exact, kv_dtype=self._kv_dtype, threads=self.threads, uses=uses)
             return NativeProgram(self.isa, self._pool, lowered, largest, nodes)
         except MemoryError:
             what = f"a program of {len(nodes)} ops for steps of {largest.T} tokens: the system refuses its memory"
-            raise OutOfMemory(what, who="cpu_avx", fix="lower --prefill-chunk, or raise the memory limit", kind="scratch") from None
+            raise OutOfMemory(
+                what, who="cpu_avx", fix="lower --prefill-chunk, or raise the memory limit", kind="scratch"
+            ) from None
 
     # measuring, closing -----------------------------------------------------------------------------------------------
 
@@ -417,7 +434,9 @@ def _check_step_shapes(operands: Sequence[Tensor | None], dims: StepDims) -> Non
     wanted = {2: (dims.T,), 3: (dims.S + 1,), 8: (dims.S,)}
     for index, shape in wanted.items():
         if found[index] is not None and found[index] != shape:
-            raise ShapeError(f"operand '{CATALOGUE['attention'].inputs[index]}' has shape {list(found[index] or ())}, not {list(shape)}")
+            raise ShapeError(
+                f"operand '{CATALOGUE['attention'].inputs[index]}' has shape {list(found[index] or ())}, not {list(shape)}"
+            )
     if found[5] is None or len(found[5]) != 2 or found[5][0] != dims.S:
         raise ShapeError(f"operand 'block_table' has shape {found[5]}, not [{dims.S}, B]")
 

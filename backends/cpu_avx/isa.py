@@ -32,7 +32,9 @@ def choose(asked: str) -> str:
         return best()
     known = variants()
     if asked not in known:
-        raise UsageError(f"{source}: there is no such instruction set; known: {', '.join(known)}", who="cpu_avx", fix="use auto")
+        raise UsageError(
+            f"{source}: there is no such instruction set; known: {', '.join(known)}", who="cpu_avx", fix="use auto"
+        )
     if known[asked]:
         raise UsageError(f"{source} cannot run here: {known[asked]}", who="cpu_avx", fix=f"use auto (here: {best()})")
     return asked

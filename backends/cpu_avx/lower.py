@@ -1,12 +1,16 @@
 """Lowering: nodes of a graph → the flat instruction array that `native/program.c` runs.
 
-Addresses are fixed by the plan, so an instruction holds pointers and integers only. Three things are decided here:
+Addresses are fixed by the plan, so an instruction holds pointers and integers only. Four things are decided here:
 
 - **Sharing.** The rows that a linear layer wants (rounded to int8, `PREPARE`) are made once for all layers that read the same value, and
   the cosines of a step once for all rope nodes with the same frequencies.
+- **Fusion.** Neighbours become one instruction where nobody else reads what is between them: a norm and the rounding behind it, a linear
+  layer and the addition of its residual, the linear layers of gate and up with their activation, and the rounding for the next layer.
+  The bits are those of the single ops.
 - **Barriers.** A thread owns rows (norms, additions, rope, cache writes) or columns (a linear layer and the activation behind it). An
   instruction waits for the others only if it touches memory that another thread may have written, or may still read, since
-  the last barrier: `Access` says what an instruction touches and by whom.
+  the last barrier: `Access` says what an instruction touches and by whom. Steps of one row need fewer: each thread prepares such a row
+  for itself, so barriers are worked out twice, for steps of several rows and for steps of one.
 - **Checks.** Every array of indices that the step brings becomes a check that runs before the first instruction.
 
 `backend.py` calls `lower` for a compiled segment and for every op that is run alone.
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, Tensor, UnsupportedError
@@ -76,12 +80,46 @@ class Access:
     anchor: int = 0
     stride: int = 0
 
+    def of_one_row(self) -> Access:
+        """The same in a step of one row: one thread has it, whatever value it belongs to."""
+        return replace(self, part=("rows", 1), anchor=0, stride=0) if self.part in (("rows", "T"), ("rows", "R")) else self
+
     def conflicts(self, other: Access) -> bool:
         """True if different threads may touch the same bytes, one of them writing."""
         if self.low >= other.high or other.low >= self.high or not (self.write or other.write):
             return False
         same = self.part is not None and (self.part, self.anchor, self.stride) == (other.part, other.anchor, other.stride)
         return not same or (self.part is not None and self.part[0] == "columns" and self.low != other.low)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An rms_norm that is fused with the layers that read it."""
+
+    x: Source
+    weight: Source | None
+    eps: float
+    readers: int
+
+
+@dataclass
+class Prepared:
+    """A buffer of prepared rows. key: kind, width, symbol of the rows; address, size: shared by all threads; private, stride: one row
+    for each thread, 0 if there is none; held: the rows that it holds now, None if nothing; alone: steps of one row have them in the
+    private part; readers: layers that are still to read rows that exist nowhere else."""
+
+    key: tuple[int, int, int | str]
+    address: int
+    size: int
+    private: int
+    stride: int
+    held: Access | None = None
+    alone: bool = False
+    readers: int = 0
+
+    def whole(self, write: bool) -> Access:
+        """All of the shared part, by any thread."""
+        return Access(self.address, self.address + self.size, write)
 
 
 @dataclass
@@ -95,37 +133,64 @@ class Lowered:
 
 
 def lower(
-    nodes: Sequence[Node], source: Callable[[str], Source], largest: StepDims, *, exact: bool, kv_dtype: str, threads: int
+    nodes: Sequence[Node],
+    source: Callable[[str], Source],
+    largest: StepDims,
+    *,
+    exact: bool,
+    kv_dtype: str,
+    threads: int,
+    uses: Mapping[str, int] | None = None,
 ) -> Lowered:
-    """Instructions for `nodes`. source: value name -> operand; exact: f32 activations for quantised weights. Raises ShapeError for
-    operands that no kernel takes (strides, sizes), UnsupportedError for an op there is none for."""
-    lowering = _Lowering(source, largest, exact, kv_dtype, threads)
-    for index, node in enumerate(nodes):
-        lowering.add(index, node)
+    """Instructions for `nodes`. source: value name -> operand; exact: f32 activations for quantised weights; uses: how often each value is
+    read in the whole graph, its views and the graph's outputs counted (a value that is not named is not fused away). Raises
+    ShapeError for operands that no kernel takes (strides, sizes), UnsupportedError for an op there is none for."""
+    lowering = _Lowering(nodes, source, largest, exact, kv_dtype, threads, uses or {})
+    index = 0
+    while index < len(nodes):
+        index += lowering.add(index)
     return lowering.result
 
 
 class _Lowering:
-    def __init__(self, source: Callable[[str], Source], largest: StepDims, exact: bool, kv_dtype: str, threads: int):
-        self.source, self.largest, self.exact, self.kv_dtype, self.threads = source, largest, exact, kv_dtype, threads
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        source: Callable[[str], Source],
+        largest: StepDims,
+        exact: bool,
+        kv_dtype: str,
+        threads: int,
+        uses: Mapping[str, int],
+    ):
+        self.nodes, self.source, self.largest, self.uses = nodes, source, largest, uses
+        self.exact, self.kv_dtype, self.threads = exact, kv_dtype, threads
         self.result = Lowered()
-        self.pending: list[Access] = []
-        self.prepared: dict[tuple[int, int, int | str], tuple[int, Access | None]] = {}  # buffer -> address, what it holds
+        self.pending: tuple[list[Access], list[Access]] = (
+            [],
+            [],
+        )  # since the last barrier, in steps of several rows and of one
+        self.prepared: list[Prepared] = []
         self.tables: dict[tuple[Any, ...], tuple[View, Access]] = {}
         self.partials: dict[int, int] = {}
         self.spaces_of: dict[tuple[Any, int], int] = {}
         self.seen: set[tuple[Any, ...]] = set()
         self.node = 0
 
-    def add(self, index: int, node: Node) -> None:
-        """Appends the instructions of one node."""
+    def add(self, index: int) -> int:
+        """Appends the instructions of one node, or of several that are fused; returns how many."""
+        node = self.nodes[index]
         handler = getattr(self, f"_op_{node.op}", None)
         if handler is None:
             raise UnsupportedError(f"cpu_avx has no kernel for op '{node.op}'")
         self.node = index
+        fused = self._fuse(index)
+        if fused:
+            return fused
         inputs = [None if n is None else self.source(n) for n in node.inputs]
         outputs = [self.source(n) for n in node.outputs]
         handler(inputs, outputs, node.attrs)
+        return 1
 
     # instructions -----------------------------------------------------------------------------------------------------
 
@@ -135,22 +200,42 @@ class _Lowering:
         operands: Sequence[View | None],
         accesses: Sequence[Access],
         *,
-        weight: tuple[int, ...] | None = None,
-        acts: tuple[int, ...] | None = None,
+        alone: Sequence[Access] | None = None,
+        weights: Sequence[tuple[int, ...]] = (),
+        acts: Sequence[tuple[int, ...]] = (),
         cache: tuple[int, ...] | None = None,
         ints: Sequence[int] = (),
         floats: Sequence[float] = (),
     ) -> None:
-        """One instruction, with a barrier before it where its accesses ask for one."""
-        barrier = any(a.conflicts(p) for a in accesses for p in self.pending)
-        if barrier:
-            self.pending.clear()
-        self.pending.extend(accesses)
-        for key, (address, held) in self.prepared.items():
-            if held is not None and any(a.write and a.low < held.high and held.low < a.high for a in accesses):
-                self.prepared[key] = (address, None)
-        entry = (OPCODES[name], int(barrier), self.node, tuple(operands), weight, acts, cache, tuple(ints), tuple(floats))
+        """One instruction, with a barrier before it where its accesses ask for one. alone: its accesses in steps of one row, if others."""
+        barrier = 0
+        single = [a.of_one_row() for a in (accesses if alone is None else alone)]
+        for bit, pending, touched in zip((1, 2), self.pending, (accesses, single), strict=True):
+            if any(a.conflicts(p) for a in touched for p in pending):
+                barrier |= bit
+                pending.clear()
+            pending.extend(touched)
+        self.forget(accesses)
+        entry = (
+            OPCODES[name],
+            barrier,
+            self.node,
+            tuple(operands),
+            tuple(weights),
+            tuple(acts),
+            cache,
+            tuple(ints),
+            tuple(floats),
+        )
         self.result.code.append(entry)
+
+    def forget(self, accesses: Sequence[Access]) -> None:
+        """Prepared rows whose source is written are no longer its rows."""
+        for buffer in self.prepared:
+            held = buffer.held
+            if held is not None and any(a.write and a.low < held.high and held.low < a.high for a in accesses):
+                assert not buffer.readers, "rows that were fused away are lost before they are read"
+                buffer.held = None
 
     def allocate(self, nbytes: int) -> int:
         """Memory of the program's own."""
@@ -192,7 +277,7 @@ class _Lowering:
         if table.tensor.packed is not None:
             weight = packed_weight(table)
             self.check_index(INDEX, ids, weight[1])
-            self.emit("embed_packed", [vector(ids, "i32"), None, matrix(out)], accesses, weight=weight)
+            self.emit("embed_packed", [vector(ids, "i32"), None, matrix(out)], accesses, weights=[weight])
             return
         t = matrix(table, ("f32", "f16", "bf16"))
         self.check_index(INDEX, ids, t[2], t[1])
@@ -200,33 +285,218 @@ class _Lowering:
 
     def _op_linear(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         x, w, bias, out = *inputs, outputs[0]
-        b = None if bias is None else vector(bias, "f32")
         if w.tensor.packed is None:
             self._plain_linear(x, w, bias, out)
-            return
-        weight = packed_weight(w)
-        layout, count, width, _ = weight
-        kind = _native.prepare_kind(layout, self.exact)
-        acts, held = self._prepare(x, kind, width)
-        self.result.scratch_bytes = max(self.result.scratch_bytes, _native.linear_scratch())
-        y = matrix(out)
-        accesses = [held, _access(out, True, ("columns", count), y[3] * 4)]
-        self.emit("linear", [b, y], accesses, weight=weight, acts=acts, ints=(0,))
+        else:
+            self._linear(x, [packed_weight(w)], [bias], out)
 
-    def _prepare(self, x: Source, kind: int, width: int) -> tuple[tuple[int, int, int], Access]:
-        """The prepared form of x: made now, unless the buffer of its kind still holds it."""
-        symbol = x.shape[0]
-        v = matrix(x)
+    def _linear(
+        self,
+        x: Source,
+        weights: Sequence[tuple[int, int, int, int]],
+        biases: Sequence[Source | None],
+        out: Source,
+        *,
+        add: Source | None = None,
+        act: int = -1,
+        codes: bool = False,
+        reads: int = 1,
+    ) -> None:
+        """x times the weight (and the one of up), with its epilogue: see fl_target in linear.h. codes: prepared at once, not written;
+        reads: how many layers of the graph this is."""
+        layout, count, width, _ = weights[0]
+        kind = _native.prepare_kind(layout, self.exact)
+        acts = self._prepare(x, kind, width)
+        acts.readers = max(0, acts.readers - reads)
+        self.result.scratch_bytes = max(self.result.scratch_bytes, _native.linear_scratch())
+        y, target = matrix(out), None
+        accesses = [_access(b, False) for b in biases if b is not None]
+        if add is not None:
+            accesses.append(_access(add, False, ("columns", count), matrix(add)[3] * 4))
+        if codes:
+            target = self._buffer((kind, count, out.shape[0]), acts)
+            accesses.append(target.whole(True))
+        else:
+            accesses.append(_access(out, True, ("columns", count), y[3] * 4))
+        b = [None if bias is None else vector(bias, "f32") for bias in (*biases, None)][:2]
+        self.emit(
+            "linear",
+            [b[0], y, b[1], None if add is None else matrix(add)],
+            [acts.whole(False), *accesses],
+            alone=accesses if acts.alone else None,
+            weights=weights,
+            acts=[(kind, width, acts.address)] + ([] if target is None else [(kind, count, target.address)]),
+            ints=(act, acts.private if acts.alone else 0, acts.stride),
+        )
+        if target is not None:
+            self._holds(target, self.rows(out, False), alone=False, readers=1)
+
+    def _buffer(self, key: tuple[int, int, int | str], busy: Prepared | None = None) -> Prepared:
+        """Memory for prepared rows, whose contents nobody needs any more; not `busy`."""
+        for buffer in self.prepared:
+            if buffer.key == key and not buffer.readers and buffer is not busy:
+                return buffer
+        kind, width, symbol = key
         size = max(1, _native.prepared_bytes(kind, max(1, self.spaces(symbol)), width))
-        key = (kind, width, symbol)
-        address, held = self.prepared.get(key) or (self.allocate(size), None)
-        whole = Access(address, address + size, False)
-        want = self.rows(x, False)
-        if held != want:
-            mine = Access(address, address + size, True, ("rows", symbol), address, 0)
-            self.emit("prepare", [v], [want, mine], acts=(kind, width, address))
-            self.prepared[key] = (address, want)
-        return (kind, width, address), whole
+        stride = (_native.prepared_bytes(kind, 1, width) + 127) // 64 * 64 if symbol in ("T", "R") else 0
+        private = self.allocate(stride * self.threads) if stride else 0
+        self.prepared.append(Prepared(key, self.allocate(size), size, private, stride))
+        return self.prepared[-1]
+
+    def _holds(self, buffer: Prepared, rows: Access, *, alone: bool, readers: int) -> None:
+        """buffer now holds these rows, and no other does."""
+        for other in self.prepared:
+            if other.held is not None and other.held.low < rows.high and rows.low < other.held.high:
+                other.held = None
+        buffer.held, buffer.alone, buffer.readers = rows, alone, readers
+
+    def _prepare(self, x: Source, kind: int, width: int, norm: Norm | None = None) -> Prepared:
+        """The prepared form of x: made now, unless a buffer holds it. norm: x is what this norm makes of its operand."""
+        want, key = self.rows(x, False), (kind, width, x.shape[0])
+        for buffer in self.prepared:
+            if buffer.key == key and buffer.held == want and norm is None:
+                return buffer
+        buffer = self._buffer(key)
+        operand = x if norm is None else norm.x
+        reads = [] if norm is None or norm.weight is None else [_access(norm.weight, False)]
+        mine = Access(buffer.address, buffer.address + buffer.size, True, ("rows", x.shape[0]), buffer.address, 0)
+        self.emit(
+            "prepare",
+            [matrix(operand), None if norm is None or norm.weight is None else vector(norm.weight, "f32")],
+            [*reads, self.rows(operand, False), mine],
+            alone=[*reads, _access(operand, False)] if buffer.private else None,
+            acts=[(kind, width, buffer.address)],
+            ints=(int(norm is not None), buffer.private, buffer.stride),
+            floats=(0.0 if norm is None else norm.eps,),
+        )
+        self._holds(buffer, want, alone=buffer.private != 0, readers=0 if norm is None else norm.readers)
+        return buffer
+
+    # fusion -----------------------------------------------------------------------------------------------------------
+
+    def _fuse(self, index: int) -> int:
+        """Emits the nodes from `index` on that make one instruction; returns how many, 0 if there is nothing to fuse."""
+        node = self.nodes[index]
+        if node.op == "rms_norm":
+            return self._fuse_norm(node)
+        if node.op == "linear" and self._is_packed(node):
+            return self._fuse_gated(index) or self._fuse_residual(index)
+        return 0
+
+    def _is_packed(self, node: Node) -> bool:
+        return node.op == "linear" and self.source(str(node.inputs[1])).tensor.packed is not None
+
+    def _passed_on(self, node: Node, reads: int = 1) -> bool:
+        """True if what the node makes is read so often in all, and may be fused away."""
+        return self.uses.get(node.outputs[0]) == reads
+
+    def _kind(self, node: Node) -> tuple[int, int]:
+        """(kind, width) of the rows that a packed linear layer reads."""
+        weight = packed_weight(self.source(str(node.inputs[1])))
+        return _native.prepare_kind(weight[0], self.exact), weight[2]
+
+    def _fuse_norm(self, node: Node) -> int:
+        """A norm whose rows only packed linear layers of one kind read: straight to their prepared rows."""
+        readers = [n for n in self.nodes if node.outputs[0] in n.inputs]
+        if (
+            not readers
+            or not self._passed_on(node, len(readers))
+            or not all(self._is_packed(n) and n.inputs[0] == node.outputs[0] for n in readers)
+        ):
+            return 0
+        kinds = {self._kind(n) for n in readers}
+        x, out = self.source(str(node.inputs[0])), self.source(node.outputs[0])
+        if len(kinds) > 1 or len(x.shape) != 2:
+            return 0
+        kind, width = kinds.pop()
+        weight = node.inputs[1]
+        self.result.scratch_bytes = max(self.result.scratch_bytes, 4 * width + 64)
+        norm = Norm(x, None if weight is None else self.source(weight), node.attrs["eps"], len(readers))
+        self._prepare(out, kind, width, norm)
+        return 1
+
+    def _fuse_residual(self, index: int) -> int:
+        """A linear layer and the addition of a value of the same shape behind it."""
+        node, after = self.nodes[index], self._after(index, 1, "add")
+        if after is None or node.outputs[0] not in after.inputs or not self._passed_on(node):
+            return 0
+        other = self.source(str(after.inputs[1 - after.inputs.index(node.outputs[0])]))
+        x, w, bias = (None if n is None else self.source(n) for n in node.inputs)
+        out = self.source(after.outputs[0])
+        if x is None or w is None or other.shape != out.shape or len(out.shape) != 2:
+            return 0
+        self._linear(x, [packed_weight(w)], [bias], out, add=other)
+        return 2
+
+    def _fuse_gated(self, index: int) -> int:
+        """The linear layers of gate and up and their activation; or one linear layer, whole or in two halves, and its activation."""
+        first, after = self.nodes[index], self._after(index, 1, "act_mul")
+        x = self.source(str(first.inputs[0]))
+        w, bias = (None if n is None else self.source(n) for n in first.inputs[1:])
+        weights, biases = [packed_weight(w)] if w is not None else [], [bias]
+        if after is not None and after.inputs == (first.outputs[0], None) and self._passed_on(first):
+            count = 2
+        elif after is not None and self._halves(first, after):
+            layout, rows, width, address = weights[0]
+            half = rows // 2
+            weights = [
+                (layout, half, width, address),
+                (layout, half, width, address + _native.packed_bytes(_native.layout_name(layout), half, width)),
+            ]
+            biases, count = [None, None], 2
+        else:
+            second, after = self._after(index, 1, "linear"), self._after(index, 2, "act_mul")
+            if second is None or after is None or not self._is_packed(second) or second.inputs[0] != first.inputs[0]:
+                return 0
+            if after.inputs not in ((first.outputs[0], second.outputs[0]), (second.outputs[0], first.outputs[0])):
+                return 0
+            if not (self._passed_on(first) and self._passed_on(second)) or self._kind(first) != self._kind(second):
+                return 0
+            weights.append(packed_weight(self.source(str(second.inputs[1]))))
+            biases.append(None if second.inputs[2] is None else self.source(second.inputs[2]))
+            if after.inputs[0] == second.outputs[0]:
+                weights, biases = weights[::-1], biases[::-1]
+            count = 3
+        codes, kind = self._rounds(after, self._kind(first)[0]), ACTS.index(after.attrs["kind"])
+        self._linear(x, weights, biases, self.source(after.outputs[0]), act=kind, codes=codes, reads=count - 1)
+        return count
+
+    def _halves(self, node: Node, act: Node) -> bool:
+        """True if `act` reads the first half of the columns of a linear layer as gate, the second as up, and nobody else reads it."""
+        out, parts = self.source(node.outputs[0]), [self.source(n) for n in act.inputs if n is not None]
+        width = out.shape[-1]
+        if (
+            len(parts) != 2
+            or node.inputs[2] is not None
+            or not isinstance(width, int)
+            or width % (2 * _native.STRIP)
+            or not self._passed_on(node, 2)
+        ):
+            return False
+        wanted = [_address(out.tensor), _address(out.tensor) + 2 * width]
+        return [_address(p.tensor) for p in parts] == wanted and all(
+            p.anchor == out.anchor and p.shape[-1] == width // 2 for p in parts
+        )
+
+    def _rounds(self, act: Node, kind: int) -> bool:
+        """True if the next layer alone reads what `act` makes, and its groups are whole strips."""
+        readers = [n for n in self.nodes if act.outputs[0] in n.inputs]
+        if (
+            len(readers) != 1
+            or not self._passed_on(act)
+            or not self._is_packed(readers[0])
+            or readers[0].inputs[0] != act.outputs[0]
+        ):
+            return False
+        return kind == _native.STRIP and self._kind(readers[0]) == (kind, self.source(act.outputs[0]).shape[-1])
+
+    def _after(self, index: int, distance: int, op: str) -> Node | None:
+        """The node `distance` places behind, if it is such an op."""
+        return (
+            self.nodes[index + distance]
+            if index + distance < len(self.nodes) and self.nodes[index + distance].op == op
+            else None
+        )
 
     def _plain_linear(self, x: Source, w: Source, bias: Source | None, out: Source) -> None:
         """A weight that is not packed (routers, small heads): a product per row, then the bias."""
@@ -262,7 +532,9 @@ class _Lowering:
         if key not in self.tables:
             address = self.allocate(max(1, self.spaces(symbol)) * 8 * max(r, 1))
             view = (address, where[1], where[2], 2 * r, 0, 1, 2 * r, 0)
-            access = Access(address, address + max(1, self.spaces(symbol)) * 8 * max(r, 1), True, ("rows", symbol), address, 8 * r)
+            access = Access(
+                address, address + max(1, self.spaces(symbol)) * 8 * max(r, 1), True, ("rows", symbol), address, 8 * r
+            )
             reads = [_access(positions, False), _access(inv_freq, False)]
             self.emit("rope_table", [where, freq, view], [*reads, access], floats=(attrs["factor"],))
             self.tables[key] = (view, Access(access.low, access.high, False, access.part, access.anchor, access.stride))
@@ -292,7 +564,11 @@ class _Lowering:
         heads, ranges = query[5], -(-t[6] * c[3] // KEY_RANGE)
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.attention_scratch(c[5], value_dim))
         row_bytes = heads * ranges * (-(-value_dim // 16) * 16 + 8) * 4
-        held = min(self.spaces(q.shape[0]), PARTIAL_ROWS, PARTIAL_BYTES // max(row_bytes, 1)) if self.threads > 1 and ranges > 1 else 0
+        held = (
+            min(self.spaces(q.shape[0]), PARTIAL_ROWS, PARTIAL_BYTES // max(row_bytes, 1))
+            if self.threads > 1 and ranges > 1
+            else 0
+        )
         partials = 0
         if held:
             if row_bytes * held not in self.partials:
@@ -343,7 +619,9 @@ class _Lowering:
             accesses.append(_access(out, True, part, y[3] * 4))
         else:
             accesses = [*(self.rows(s, False) for s in operands), self.rows(out, True)]
-        self.emit("act_mul", [g, None if up is None else matrix(up), y], accesses, ints=(ACTS.index(attrs["kind"]), int(columns)))
+        self.emit(
+            "act_mul", [g, None if up is None else matrix(up), y], accesses, ints=(ACTS.index(attrs["kind"]), int(columns))
+        )
 
     def _op_add(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         self._binary("add", inputs, outputs[0])
@@ -366,7 +644,9 @@ class _Lowering:
         self.emit(name, [matrix(x), other, matrix(out)], [self.rows(x, False), access, self.rows(out, True)], ints=(kind,))
 
     def _op_softmax(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
-        self.emit("softmax", [matrix(inputs[0]), matrix(outputs[0])], [self.rows(inputs[0], False), self.rows(outputs[0], True)])
+        self.emit(
+            "softmax", [matrix(inputs[0]), matrix(outputs[0])], [self.rows(inputs[0], False), self.rows(outputs[0], True)]
+        )
 
     def _op_softcap(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         accesses = [self.rows(inputs[0], False), self.rows(outputs[0], True)]
@@ -496,7 +776,9 @@ def _checked_strides(s: Source, dtypes: tuple[str, ...]) -> tuple[int, ...]:
     size = FORMATS[t.dtype].block_bytes
     span = 0 if 0 in t.shape else 1 + sum((n - 1) * k for n, k in zip(t.shape, strides, strict=True))
     if t.offset < 0 or t.offset + span * size > t.buffer.nbytes or _address(t) % size:
-        raise ShapeError(f"a window of {span * size} bytes at {t.offset} leaves its buffer of {t.buffer.nbytes}, or is not aligned")
+        raise ShapeError(
+            f"a window of {span * size} bytes at {t.offset} leaves its buffer of {t.buffer.nbytes}, or is not aligned"
+        )
     return strides
 
 

@@ -11,8 +11,12 @@ from fastllm.api import API_VERSION, OPSET, Backend, BackendSpec, DeviceInfo, Op
 
 OPTIONS = {
     "threads": Option(int, 0, help="threads to compute with; 0: physical cores, affinity mask and CPU quota decide"),
-    "isa": Option(str, "auto", ("auto", "baseline", "avx2", "avx512", "amx"), help="instruction set; auto: the best that runs here"),
-    "act": Option(str, "int8", ("int8", "f32"), help="activations of quantised linear layers: rounded to int8 (fast) or exact f32"),
+    "isa": Option(
+        str, "auto", ("auto", "baseline", "avx2", "avx512", "amx"), help="instruction set; auto: the best that runs here"
+    ),
+    "act": Option(
+        str, "int8", ("int8", "f32"), help="activations of quantised linear layers: rounded to int8 (fast) or exact f32"
+    ),
     "kv_dtype": Option(str, "f16", ("f16", "f32"), help="how keys and values are cached"),
     "pin": Option(bool, True, help="bind threads to cores if they use all of them"),
 }

@@ -32,7 +32,9 @@ class NativeProgram:
         self._ops = [node.op for node in nodes]
         sizes = (largest.T, largest.S, largest.R)
         self._program = _native.Program(isa, pool, lowered.code, lowered.checks, sizes, lowered.scratch_bytes, lowered.owned)
-        self.barriers = sum(entry[1] for entry in lowered.code)
+        self.barriers = sum(entry[1] & 1 for entry in lowered.code)
+        """In steps of several rows."""
+        self.barriers_of_one_row = sum(entry[1] >> 1 for entry in lowered.code)
         self.instructions = len(lowered.code)
 
     def run(self, dims: StepDims) -> None:

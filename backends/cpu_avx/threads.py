@@ -62,7 +62,9 @@ def choose_threads(
     if requested > 0:
         count = requested
         if quota is not None and count > quota:
-            warning = f"{count} threads were asked for, but the CPU quota is {quota:g} cores: the kernel will stop them in turns"
+            warning = (
+                f"{count} threads were asked for, but the CPU quota is {quota:g} cores: the kernel will stop them in turns"
+            )
         elif count > cpus:
             warning = f"{count} threads were asked for, but only {cpus} CPUs are allowed: they will wait for each other"
     why = f"{count} asked for; " if requested > 0 else ""

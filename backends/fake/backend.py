@@ -77,7 +77,9 @@ class LateStream(Stream):
         except FastLLMError:
             raise
         except Exception as error:
-            raise EngineError(f"{name} failed on the fake device", who="fake", why=f"{type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"{name} failed on the fake device", who="fake", why=f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class LateEvent(Event):
@@ -229,12 +231,16 @@ def _late(stream: Stream) -> LateStream:
 def _check_range(what: str, buffer: Buffer, offset: int, nbytes: int) -> None:
     """A late error would not say who asked."""
     if offset < 0 or nbytes < 0 or offset + nbytes > buffer.nbytes:
-        raise EngineError(f"{what} of bytes {offset:,}…{offset + nbytes:,} of a {buffer.kind} buffer of {buffer.nbytes:,} bytes", who="fake")
+        raise EngineError(
+            f"{what} of bytes {offset:,}…{offset + nbytes:,} of a {buffer.kind} buffer of {buffer.nbytes:,} bytes", who="fake"
+        )
 
 
 def _op_names(option: str, text: str) -> set[str]:
     names = {n.strip() for n in text.split(",") if n.strip()}
     unknown = sorted(names - set(CORE_OPS))
     if unknown:
-        raise UsageError(f"option {option} of backend 'fake' names '{unknown[0]}', which is no op", fix=f"one of {', '.join(CORE_OPS)}")
+        raise UsageError(
+            f"option {option} of backend 'fake' names '{unknown[0]}', which is no op", fix=f"one of {', '.join(CORE_OPS)}"
+        )
     return names

@@ -9,7 +9,9 @@ from fastllm.api import API_VERSION, OPSET, Backend, BackendSpec, DeviceInfo, Op
 
 OPTIONS = {
     "without": Option(str, "", help="ops that this device lacks, with commas: they leave it"),
-    "inherit": Option(str, "", help="ops that are inherited from ref (download, compute on the host, upload), with commas; all: every op"),
+    "inherit": Option(
+        str, "", help="ops that are inherited from ref (download, compute on the host, upload), with commas; all: every op"
+    ),
     "max_alloc": Option(int, 0, help="largest buffer in bytes; 0: any"),
     "memory": Option(int, 0, help="bytes of device memory; 0: any"),
 }

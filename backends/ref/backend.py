@@ -54,7 +54,9 @@ class RefBackend(Backend):
         try:
             array = np.zeros(nbytes, np.uint8)
         except MemoryError:
-            raise OutOfMemory(f"{kind} buffer of {nbytes:,} bytes: the host has no memory left", requested=nbytes, kind=kind) from None
+            raise OutOfMemory(
+                f"{kind} buffer of {nbytes:,} bytes: the host has no memory left", requested=nbytes, kind=kind
+            ) from None
         self._used += nbytes
 
         def release() -> None:

@@ -21,7 +21,16 @@ NATIVE = Path(_native.__file__).parent / "native"
 RUNNABLE = [name for i, name in enumerate(_native.isa_names()) if _native.isa_missing(i) is None]
 BLOCK_FORMATS = [name for name in pack.LAYOUTS if not FORMATS[name].plain]
 PLAIN_FORMATS = [name for name in pack.LAYOUTS if FORMATS[name].plain]
-HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}
+HALVES = {
+    "q4_1": (0, 2),
+    "q5_1": (0, 2),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "mxfp4": (),
+}
 
 
 def file_bytes(rng: np.random.Generator, format: str, count: int) -> np.ndarray:
@@ -63,7 +72,15 @@ class Case:
         _native.linear_reference(self.layout, self.N, self.packed, self.x, y, self.bias if bias else None, exact, accumulate)
         return y
 
-    def run(self, isa: str, exact: bool = False, bias: bool = False, accumulate: bool = False, strips: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> np.ndarray:
+    def run(
+        self,
+        isa: str,
+        exact: bool = False,
+        bias: bool = False,
+        accumulate: bool = False,
+        strips: tuple[int, ...] = (),
+        rows: tuple[int, ...] = (),
+    ) -> np.ndarray:
         """y [T, N] by a variant."""
         y = self.before.copy()
         _native.linear_run(
@@ -173,7 +190,9 @@ def test_integer_sums_are_the_product_of_decoded_weight_and_quantised_activation
     quantised = (codes.astype(np.float64) * (top / np.float32(127))).reshape(case.T, case.K)
     weight = case.decoded().astype(np.float64)
     want = quantised @ weight.T
-    terms = np.abs(quantised) @ np.abs(weight).T  # a format with a minimum adds and subtracts more than its decoded weights show
+    terms = (
+        np.abs(quantised) @ np.abs(weight).T
+    )  # a format with a minimum adds and subtracts more than its decoded weights show
     slack = 8.0 if format in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k") or FORMATS[format].zero_point else 1.0
     assert np.all(np.abs(case.reference() - want) <= slack * terms * 2.0**-23 * 6)
 
@@ -260,14 +279,20 @@ class _Acts(ctypes.Structure):
     _fields_ = [("kind", ctypes.c_int32), ("rows", ctypes.c_int32), ("K", ctypes.c_int32), ("data", ctypes.c_void_p)]
 
 
+class _Target(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("bias", "up_bias", "add", "y")] + [
+        ("ldadd", ctypes.c_size_t), ("ldy", ctypes.c_size_t), ("codes", ctypes.c_void_p), ("act", ctypes.c_int32),
+    ]  # fmt: skip
+
+
 class _Ops(ctypes.Structure):
     _fields_ = [
         ("prepare", ctypes.CFUNCTYPE(None, ctypes.POINTER(_Acts), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int)),
         (
             "linear",
             ctypes.CFUNCTYPE(
-                None, ctypes.POINTER(_Weight), ctypes.POINTER(_Acts), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
-                ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
+                None, ctypes.POINTER(_Weight), ctypes.POINTER(_Weight), ctypes.POINTER(_Acts), ctypes.POINTER(_Target),
+                ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
             ),
         ),
         ("unpack_row", ctypes.CFUNCTYPE(None, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_void_p)),
@@ -284,8 +309,15 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip("the sources of the kernels are not installed here")
     library = tmp_path_factory.mktemp("emulated") / f"{request.param}.so"
     flags = ["-O2", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
-    flags += ["-Wno-unused-function", "-DFL_EMULATE", f"-DFL_VARIANT={request.param}", f"-DFL_{request.param.upper()}=1", f"-I{NATIVE}"]
-    subprocess.run([compiler, *flags, str(NATIVE / "kernels" / "linear.c"), "-o", str(library), "-lm"], check=True)
+    flags += [
+        "-Wno-unused-function",
+        "-DFL_EMULATE",
+        f"-DFL_VARIANT={request.param}",
+        f"-DFL_{request.param.upper()}=1",
+        f"-I{NATIVE}",
+    ]
+    sources = [str(NATIVE / "kernels" / name) for name in ("linear.c", "elementwise.c")]
+    subprocess.run([compiler, *flags, *sources, "-o", str(library), "-lm"], check=True)
     return _Ops.in_dll(ctypes.CDLL(str(library)), f"fl_linear_table_{request.param}")
 
 
@@ -303,7 +335,8 @@ def test_emulated_variants_give_the_bits_of_the_specification(format: str, exact
         acts, y = _Acts(kind, T, K, prepared.ctypes.data), np.zeros((T, N), np.float32)
         emulated.prepare(acts, case.x.ctypes.data, K, 0, T)
         start = scratch.ctypes.data + -scratch.ctypes.data % 64
-        emulated.linear(weight, acts, None, y.ctypes.data, N, 0, (N + 31) // 32, 0, start)
+        target = _Target(None, None, None, y.ctypes.data, N, N, None, -1)
+        emulated.linear(weight, None, acts, target, 0, (N + 31) // 32, start)
         assert same_bits(y, case.reference(exact=exact)), (T, N, K)
         row = np.empty(K, np.float32)
         emulated.unpack_row(weight, N - 1, row.ctypes.data)

@@ -30,7 +30,7 @@
  *         I   = sum over the group of (q - zero) * code                                  an exact integer, |I| < 2^22
  *         acc = fma(round(I * sw), sx, acc)
  *         acc = fma(mw, round(sx * S), acc)   formats with a minimum only;  S = sum of the group's codes
- *     y = acc (+ bias);  with accumulate: y = y + (acc + bias)
+ *     y = acc (+ bias);  with a residual: y = add + (acc + bias);  with an activation, see fl_target in linear.h
  * What the file holds as halves is a multiple of 2^-24, and a group with codes has sx > 2^-67: all terms are multiples of 2^-149, the
  * least f32, so that sums below 2^-126 are exact. Baseline's replacement of fma relies on this, and checks it for mxfp4.
  * Every variant gives these bits, for any number of rows, split of strips or split of rows (scales below 2^100 in magnitude).

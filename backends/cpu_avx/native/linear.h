@@ -31,6 +31,23 @@ typedef struct {
     uint8_t *data;
 } fl_acts;
 
+/* Where the rows of a linear go: acc is the sum, act an activation of kernels.h (FL_ACT_NONE: none).
+ *
+ *     without up:  y[t][n] = add[t][n] + act(acc + bias[n])          with up:  y[t][n] = act(acc + bias[n]) * (acc_up + up_bias[n])
+ *
+ * With `codes`, a row is not written to y but quantised at once, as `prepare` would do it, for the layer that reads it next: a strip of
+ * outputs is a group of its activations, so N must be a multiple of FL_STRIP. */
+typedef struct {
+    const float *bias, *up_bias; /* [N], NULL: none */
+    const float *add;            /* [rows][ldadd], NULL: none; may be y. Not with up or codes */
+    float *y;                    /* [rows][ldy] */
+    size_t ldadd, ldy;
+    fl_acts *codes; /* NULL: to y */
+    int32_t act;
+} fl_target;
+
+enum { FL_ACT_NONE = -1 };
+
 /* not per variant (pack.c) */
 int fl_layout_id(const char *name);                       /* -1: unknown */
 const char *fl_layout_name(int layout);                   /* NULL: no such layout */
@@ -49,10 +66,10 @@ size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K); /* scratch for fl_a
 typedef struct {
     /* rows [row0, row1) of x (stride ldx floats) into a; any split of rows between threads gives the same bytes */
     void (*prepare)(fl_acts *a, const float *x, size_t ldx, int row0, int row1);
-    /* y[t][n] (stride ldy floats) for all rows of a and strips [strip0, strip1) of w: y = sum (+ bias) or, with accumulate, y += sum.
+    /* all rows of a, strips [strip0, strip1) of w, and of `up` if it is not NULL: a second weight of the same N and K.
      * scratch: fl_linear_scratch() bytes of this thread, 64-byte aligned. */
-    void (*linear)(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1,
-                   int accumulate, void *scratch);
+    void (*linear)(const fl_weight *w, const fl_weight *up, const fl_acts *a, const fl_target *to, int strip0, int strip1,
+                   void *scratch);
     /* row `n` of a packed weight, decoded to f32 (embedding rows of a tied table); out[K] */
     void (*unpack_row)(const fl_weight *w, int64_t n, float *out);
 } fl_linear_ops;

@@ -101,7 +101,8 @@ static void prepare_hidden(const job *j, const fl_linear_ops *ops, int64_t i0, i
 static void product(const job *j, const fl_linear_ops *ops, const fl_weight *w, const fl_acts *a, const float *bias, float *y,
                     int64_t strip, int64_t count) {
     float *base = (float *)((intptr_t)y - (intptr_t)(strip * FL_STRIP * 4)); /* the kernel adds the strip's column */
-    ops->linear(w, a, bias, base, (size_t)(count * FL_STRIP), (int)strip, (int)(strip + count), 0, j->linear);
+    const fl_target to = {.bias = bias, .y = base, .ldy = (size_t)(count * FL_STRIP), .act = FL_ACT_NONE};
+    ops->linear(w, NULL, a, &to, (int)strip, (int)(strip + count), j->linear);
 }
 
 /* Strips at a time, of which `rows` rows fit in a block. */

@@ -163,11 +163,31 @@ static void concat(const fl_view *x, const fl_view *y, const fl_view *out, int64
         }
 }
 
+/* The prepared rows that this thread reads or makes: in steps of one row its own copy, if the instruction has one. */
+static int private_acts(const fl_program *p, const fl_instruction *ins, int thread, fl_acts *acts) {
+    *acts = ins->acts;
+    if (!p->one_row || !ins->i[1]) return 0;
+    acts->data = (uint8_t *)(intptr_t)ins->i[1] + thread * ins->i[2];
+    return 1;
+}
+
+/* Rows [i0, i1), normalised in scratch and prepared. */
+static void norm_prepare(const fl_program *p, const fl_instruction *ins, fl_acts *acts, int64_t i0, int64_t i1, void *scratch) {
+    const fl_view row = {scratch, 1, 0, 0, 1, ins->v[0].d2, FL_DT_F32};
+    for (int64_t i = i0; i < i1; i++) {
+        fl_view x = ins->v[0];
+        x.p += i * x.s0 * (int64_t)sizeof(float);
+        p->kernels->rms_norm(&x, (const float *)ins->v[1].p, ins->f[0], &row, 0, 1);
+        p->kernels->linear->prepare(acts, scratch, 0, (int)i, (int)i + 1);
+    }
+}
+
 static void execute(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     const fl_kernels *k = p->kernels;
     const fl_view *v = ins->v;
     int64_t rows = v[ins->op == FL_OP_LINEAR ? 1 : 0].rows, i0, i1; /* the rows that threads share */
     i0 = rows * thread / threads, i1 = rows * (thread + 1) / threads;
+    fl_acts acts;
     switch (ins->op) {
     case FL_OP_EMBED:
         k->embed((const int32_t *)v[0].p, &v[1], &v[2], i0, i1);
@@ -195,14 +215,25 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         attention_run(p, ins, thread, threads, scratch);
         break;
     case FL_OP_PREPARE:
-        if (i0 < i1) k->linear->prepare(&ins->acts, (const float *)v[0].p, (size_t)v[0].s0, (int)i0, (int)i1);
+        if (private_acts(p, ins, thread, &acts)) i0 = 0, i1 = rows;
+        if (ins->i[0]) norm_prepare(p, ins, &acts, i0, i1, scratch);
+        else if (i0 < i1)
+            k->linear->prepare(&acts, (const float *)v[0].p, (size_t)v[0].s0, (int)i0, (int)i1);
         break;
     case FL_OP_LINEAR: {
         int64_t strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP, a = strips * thread / threads,
                 b = strips * (thread + 1) / threads;
+        const fl_target to = {.bias = (const float *)v[0].p,
+                              .up_bias = (const float *)v[2].p,
+                              .add = (const float *)v[3].p,
+                              .y = (float *)v[1].p,
+                              .ldadd = (size_t)v[3].s0,
+                              .ldy = (size_t)v[1].s0,
+                              .codes = ins->codes.data ? &ins->codes : NULL,
+                              .act = (int32_t)ins->i[0]};
+        private_acts(p, ins, thread, &acts);
         if (rows > 0 && a < b)
-            k->linear->linear(&ins->weight, &ins->acts, (const float *)v[0].p, (float *)v[1].p, (size_t)v[1].s0, (int)a, (int)b,
-                              (int)ins->i[0], scratch);
+            k->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
         break;
     }
     case FL_OP_ACT_MUL: {
@@ -265,10 +296,10 @@ static double now(void) {
 static void walk(void *arg, int thread, int threads, fl_pool *pool) {
     fl_program *p = arg;
     void *scratch = p->scratch + thread * p->scratch_bytes;
-    int timed = p->profile && thread == 0;
+    int timed = p->profile && thread == 0, mask = p->one_row ? FL_BARRIER_ROW : FL_BARRIER_ROWS;
     double before = timed ? now() : 0.0;
     for (fl_instruction *ins = p->code; ins < p->code + p->n_code; ins++) {
-        if (ins->barrier) fl_pool_barrier(pool);
+        if (ins->barrier & mask) fl_pool_barrier(pool);
         execute(p, ins, thread, threads, scratch);
         if (timed) {
             double after = now();
@@ -281,14 +312,14 @@ static void walk(void *arg, int thread, int threads, fl_pool *pool) {
 int fl_program_run(fl_program *p, int64_t T, int64_t S, int64_t R, fl_fault *fault) {
     *fault = (fl_fault){-1, 0, 0, 0};
     if (T < 0 || S < 0 || R < 0 || T > p->max_T || S > p->max_S || R > p->max_R) return FL_RUN_DIMS;
-    p->T = T, p->S = S, p->R = R;
+    p->T = T, p->S = S, p->R = R, p->one_row = T <= 1 && R <= 1;
     int status = check(p, fault);
     if (status) return status;
     for (fl_instruction *ins = p->code; ins < p->code + p->n_code; ins++) {
         for (int i = 0; i < FL_OPERANDS; i++)
             if (ins->symbol[i]) ins->v[i].rows = resolve(p, ins->symbol[i], 0);
         if (ins->op == FL_OP_PREPARE) ins->acts.rows = (int32_t)ins->v[0].rows;
-        if (ins->op == FL_OP_LINEAR) ins->acts.rows = (int32_t)ins->v[1].rows;
+        if (ins->op == FL_OP_LINEAR) ins->acts.rows = ins->codes.rows = (int32_t)ins->v[1].rows;
         if (ins->op == FL_OP_ATTENTION) attention_resolve(p, ins);
         atomic_store_explicit(&ins->next, 0, memory_order_relaxed);
     }

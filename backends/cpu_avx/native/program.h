@@ -1,7 +1,8 @@
 /* A compiled step: a flat array of instructions that every thread of the pool walks.
  *
  * Inside an instruction each thread takes its share of rows, strips or attention units; `barrier` says that it must first wait for the
- * others (lower.py decides where). Sizes and addresses are fixed when the program is built; only T, S and R change, and are
+ * others (lower.py decides where). In a step of one row every thread prepares the input of a linear layer for itself, in memory of its
+ * own (address i1, i2 bytes for each thread): that is cheaper than to wait for the one that does it. So such steps need fewer barriers. Sizes and addresses are fixed when the program is built; only T, S and R change, and are
  * resolved once per run. Nothing is allocated in a run. Every index that a step brings (ids, slots, blocks, context lengths) is checked
  * before the first instruction; a bad one ends the run with a fault and touches no memory.
  */
@@ -22,8 +23,8 @@ enum {
     FL_OP_KV_WRITE,     /* key, value?, slots; cache */
     FL_OP_ATTENTION, /* q, positions, query_start, context_len, block_table, sinks?, slopes?, prefix_len?, out; cache; i0 mask, i1 chunk,
                            i2 window, i3 value_dim, i4 ranges, i5 rows that partials hold, i6 address of partials; f0 scale, f1 softcap */
-    FL_OP_PREPARE, /* x; acts */
-    FL_OP_LINEAR,  /* bias?, out; weight, acts; i0 = accumulate */
+    FL_OP_PREPARE, /* x, norm weight?; acts; i0 = 1: rms_norm first, f0 = its eps; i1, i2: private acts */
+    FL_OP_LINEAR,  /* bias?, out, up_bias?, add?; weight, up?, acts, codes?; i0 = activation; i1, i2: private acts */
     FL_OP_ACT_MUL, /* gate, up?, out; i0 = kind, i1 = split columns instead of rows */
     FL_OP_ADD,     /* x, y, out; i0 = shape of y */
     FL_OP_MUL,
@@ -40,13 +41,14 @@ enum {
 
 enum { FL_SYM_NONE, FL_SYM_T, FL_SYM_S, FL_SYM_R, FL_SYM_S1, FL_SYM_R1 };
 enum { FL_OPERANDS = 9, FL_INTS = 8, FL_FLOATS = 2 };
+enum { FL_BARRIER_ROWS = 1, FL_BARRIER_ROW = 2 }; /* bits of `barrier`: in steps of several rows, in steps of one */
 
 typedef struct {
     int32_t op, barrier, node;
     int32_t symbol[FL_OPERANDS]; /* of the leading dimension */
     fl_view v[FL_OPERANDS];      /* p NULL: absent; rows are resolved per run */
-    fl_weight weight;
-    fl_acts acts;
+    fl_weight weight, up; /* data NULL: absent */
+    fl_acts acts, codes;
     fl_cache cache;
     int64_t i[FL_INTS];
     float f[FL_FLOATS];
@@ -91,6 +93,7 @@ typedef struct {
     char *scratch; /* per thread, scratch_bytes each, 64-byte aligned */
     int64_t scratch_bytes;
     int64_t T, S, R; /* of the current run */
+    int32_t one_row; /* T and R are at most 1 */
 } fl_program;
 
 int fl_program_run(fl_program *program, int64_t T, int64_t S, int64_t R, fl_fault *fault);

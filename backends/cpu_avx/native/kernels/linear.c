@@ -14,6 +14,7 @@
  * The amx variant uses these AVX-512 VNNI kernels for all row counts; it has no tile kernels yet.
  */
 #include "layouts.h"
+#include "ops.h"
 #include "simd.h"
 
 enum {
@@ -47,37 +48,11 @@ enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DECODE_ROWS = 4
 typedef struct {
     _Alignas(64) uint8_t codes[CHUNK_TILES][TILE];
     _Alignas(64) float sw[CHUNK_GROUPS][FL_STRIP], msw[CHUNK_GROUPS][FL_STRIP], mw[CHUNK_GROUPS][FL_STRIP];
-    _Alignas(64) float acc[ROW_BLOCK][FL_STRIP];
+    _Alignas(64) float acc[ROW_BLOCK][FL_STRIP], up[ROW_BLOCK][FL_STRIP]; /* sums of a strip, of w and of `up` */
     _Alignas(64) float values[DEPTH][FL_STRIP]; /* a block of 64 k as f32: plain formats and exact mode */
 } scratch_space;
 
 typedef char scratch_is_large_enough[sizeof(scratch_space) <= FL_LINEAR_SCRATCH ? 1 : -1];
-
-/* Where results go. */
-typedef struct {
-    const float *bias; /* NULL: none */
-    float *y;
-    size_t ldy;
-    int N, accumulate;
-} target;
-
-static void store_strip(const target *to, int row, int strip, const float *acc) {
-    const int n0 = strip * FL_STRIP, count = to->N - n0 < FL_STRIP ? to->N - n0 : FL_STRIP;
-    float *y = to->y + (size_t)row * to->ldy + n0;
-    const float *bias = to->bias ? to->bias + n0 : NULL;
-    if (count == FL_STRIP) {
-        for (int v = 0; v < FL_STRIP; v += FL_LANES) {
-            vf a = vf_load(acc + v);
-            if (bias) a = vf_add(a, vf_load(bias + v));
-            vf_store(y + v, to->accumulate ? vf_add(vf_load(y + v), a) : a);
-        }
-        return;
-    }
-    for (int n = 0; n < count; n++) {
-        const float a = bias ? acc[n] + bias[n] : acc[n];
-        y[n] = to->accumulate ? y[n] + a : a;
-    }
-}
 
 /* ---- activations ------------------------------------------------------------------------------------------------------ */
 
@@ -144,6 +119,36 @@ static void prepare(fl_acts *a, const float *x, size_t ldx, int row0, int row1) 
         else
             for (int k = 0; k < a->K; k += a->kind) quantise_group(in + k, a->kind, codes + k, record++);
     }
+}
+
+/* ---- results ------------------------------------------------------------------------------------------------------------ */
+
+/* acc[r] of rows row0.. of a strip, bias and activation included, to where they go. */
+static void store_strip(const fl_target *to, int row0, int rows, int strip, int N, float (*acc)[FL_STRIP]) {
+    const int n0 = strip * FL_STRIP, count = N - n0 < FL_STRIP ? N - n0 : FL_STRIP;
+    if (to->codes) {
+        for (int r = 0; r < rows; r++)
+            quantise_group(acc[r], FL_STRIP, fl_codes(to->codes, row0 + r) + n0, fl_groups(to->codes, row0 + r) + strip);
+        return;
+    }
+    for (int r = 0; r < rows; r++) {
+        float *y = to->y + (size_t)(row0 + r) * to->ldy + n0;
+        const float *add = to->add ? to->add + (size_t)(row0 + r) * to->ldadd + n0 : NULL;
+        if (count == FL_STRIP)
+            for (int v = 0; v < FL_STRIP; v += FL_LANES) {
+                const vf a = vf_load(acc[r] + v);
+                vf_store(y + v, add ? vf_add(vf_load(add + v), a) : a);
+            }
+        else
+            for (int n = 0; n < count; n++) y[n] = add ? add[n] + acc[r][n] : acc[r][n];
+    }
+}
+
+static void add_bias(const float *bias, int rows, int strip, int N, float (*acc)[FL_STRIP]) {
+    const int n0 = strip * FL_STRIP, count = N - n0 < FL_STRIP ? N - n0 : FL_STRIP;
+    if (bias)
+        for (int r = 0; r < rows; r++)
+            for (int n = 0; n < count; n++) acc[r][n] += bias[n0 + n];
 }
 
 /* ---- weights ---------------------------------------------------------------------------------------------------------- */
@@ -282,66 +287,61 @@ FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
-KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to, int strip0,
-                   int strip1) {
+/* out[r] = sums of rows row0.. of one strip. */
+KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, int strip,
+                   float (*out)[FL_STRIP]) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const int NV = R == 1 ? MOST_VECTORS : 2, tile_bytes = fl_tile_bytes(L);
     const int tiles = L->block / FL_TILE_K, group = fl_group_tiles(L);
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
     const int blocks = w->K / L->block;
-    const uint8_t *p = w->data + (size_t)strip0 * fl_strip_bytes(L, w->K);
-    for (int s = strip0; s < strip1; s++) {
-        const int8_t *x = fl_codes(a, row0);
-        const fl_group *record = fl_groups(a, row0);
-        vsum acc[4][VECTORS];
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vsum_of(vf_zero());
-        for (int b = 0; b < blocks; b++) {
-            const uint8_t *head = p;
-            float dm[2 * FL_STRIP];
-            convert_head(L, head, dm);
-            p += L->head;
-            for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
-                UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-                    vi sum[4][4];
-                    start_sums(L, R, NV, half, record, ldr, sum);
-                    for (int i = 0; i < group; i++) {
-                        const uint8_t *tile = p + i * tile_bytes;
-                        if (half == 0 && v0 == 0)
-                            UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
-                        tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum);
-                    }
-                    UNROLL for (int v = 0; v < NV; v++) {
-                        vf sw, mw;
-                        scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
-                        const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
-                        UNROLL for (int r = 0; r < R; r++) {
-                            acc[r][v0 + v] = add_group(L, sum[r][v], sw, msw, mw, record + r * ldr, half, acc[r][v0 + v]);
-                        }
+    const uint8_t *p = w->data + (size_t)strip * fl_strip_bytes(L, w->K);
+    const int8_t *x = fl_codes(a, row0);
+    const fl_group *record = fl_groups(a, row0);
+    vsum acc[4][VECTORS];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vsum_of(vf_zero());
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *head = p;
+        float dm[2 * FL_STRIP];
+        convert_head(L, head, dm);
+        p += L->head;
+        for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
+            UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+                vi sum[4][4];
+                start_sums(L, R, NV, half, record, ldr, sum);
+                for (int i = 0; i < group; i++) {
+                    const uint8_t *tile = p + i * tile_bytes;
+                    if (half == 0 && v0 == 0)
+                        UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
+                    tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum);
+                }
+                UNROLL for (int v = 0; v < NV; v++) {
+                    vf sw, mw;
+                    scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
+                    const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
+                    UNROLL for (int r = 0; r < R; r++) {
+                        acc[r][v0 + v] = add_group(L, sum[r][v], sw, msw, mw, record + r * ldr, half, acc[r][v0 + v]);
                     }
                 }
             }
         }
-        UNROLL for (int r = 0; r < R; r++) {
-            float out[FL_STRIP];
-            UNROLL for (int v = 0; v < VECTORS; v++) vf_store(out + FL_LANES * v, vsum_float(acc[r][v]));
-            store_strip(to, row0 + r, s, out);
-        }
     }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++)
+        vf_store(out[r] + FL_LANES * v, vsum_float(acc[r][v]));
 }
 
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
 
 /* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. */
-KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const int scales, scratch_space *c) {
+KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, scratch_space *c) {
     const uint8_t *head = p, *tile = p + L->head;
     const int tile_bytes = fl_tile_bytes(L), halves = fl_halves(L), group = fl_group_tiles(L);
     float dm[2 * FL_STRIP];
     convert_head(L, head, dm);
     for (int t = 0; t < tiles; t++) {
-        for (int i = 0; i < tile_bytes; i += 64) __builtin_prefetch(tile + PREFETCH + i, 0, 3);
         UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++)
             vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
-        if (scales && t % group == 0)
+        if (t % group == 0)
             for (int half = 0; half < halves; half++)
                 for (int v = 0; v < VECTORS; v++) {
                     vf sw, mw;
@@ -355,16 +355,20 @@ KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, const 
     }
 }
 
-/* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. */
+/* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. next, lines: the packed chunk behind
+ * this one, of which each tile asks for some lines, so that reading it takes as long as computing. */
 KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scratch_space *c, const int8_t *x, size_t ldx,
-                           const fl_group *record, size_t ldr, float (*acc)[FL_STRIP]) {
+                           const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
     enum { NV = 2 };
     const int group = fl_group_tiles(L);
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
         vsum sums[4][NV];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
             vsum_of(vf_load(acc[r] + FL_LANES * (v0 + v)));
-        for (int t = 0; t < tiles; t += group) UNROLL for (int half = 0; half < fl_halves(L); half++) {
+        for (int t = 0; t < tiles; t += group) {
+            if (v0 == 0)
+                for (int i = 0; i < lines * group; i++, next += 64) __builtin_prefetch(next, 0, 3);
+            UNROLL for (int half = 0; half < fl_halves(L); half++) {
                 const int g = t / group * fl_halves(L) + half;
                 const fl_group *first = record + t / group;
                 vi sum[4][4];
@@ -377,43 +381,36 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scr
                         add_group(L, sum[r][v], sw, msw, mw, first + r * ldr, half, sums[r][v]);
                 }
             }
+        }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++)
             vf_store(acc[r] + FL_LANES * (v0 + v), vsum_float(sums[r][v]));
     }
 }
 
-/* Rows of a block that stay in half of L2 (256 KB) while the strips pass by. */
-static int rows_per_block(size_t row_bytes) {
-    const size_t fits = 262144 / row_bytes / 4 * 4;
-    return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
-}
-
-KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,
-                    scratch_space *c) {
+/* acc[r] = sums of rows row0.. of one strip. */
+KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
+                    float (*acc)[FL_STRIP]) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K), block = fl_block_packed(L);
-    const int step = rows_per_block(ldx + ldr * sizeof(fl_group));
-    for (int row0 = 0; row0 < a->rows; row0 += step) {
-        const int rows = a->rows - row0 < step ? a->rows - row0 : step;
-        for (int s = strip0; s < strip1; s++) {
-            const uint8_t *p = w->data + (size_t)s * fl_strip_bytes(L, w->K);
-            memset(c->acc, 0, (size_t)rows * sizeof c->acc[0]);
-            for (int k0 = 0; k0 < w->K; k0 += CHUNK) {
-                const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K;
-                unpack_chunk(L, p + (size_t)(k0 / L->block) * block, tiles, 1, c);
-                for (int r = 0; r < rows; r += 4) {
-                    const int8_t *x = fl_codes(a, row0 + r) + k0;
-                    const fl_group *record = fl_groups(a, row0 + r) + k0 / a->kind;
-                    if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else if (rows - r == 3)
-                        multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else if (rows - r == 2)
-                        multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, c->acc + r);
-                    else
-                        multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, c->acc + r);
-                }
-            }
-            for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
+    const uint8_t *packed = w->data + (size_t)strip * fl_strip_bytes(L, w->K);
+    memset(acc, 0, (size_t)rows * sizeof acc[0]);
+    for (int k0 = 0; k0 < w->K; k0 += CHUNK) {
+        const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K, calls = (rows + 3) / 4 * tiles;
+        const int size = tiles * FL_TILE_K / L->block * (int)block, lines = (size / 64 + calls - 1) / calls;
+        const uint8_t *next = packed + size, *end = next + size;
+        unpack_chunk(L, packed, tiles, c);
+        packed = next;
+        for (int r = 0; r < rows; r += 4, next += 64 * lines * tiles) {
+            const int8_t *x = fl_codes(a, row0 + r) + k0;
+            const fl_group *record = fl_groups(a, row0 + r) + k0 / a->kind;
+            const int n = next < end ? lines : 0;
+            if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+            else if (rows - r == 3)
+                multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+            else if (rows - r == 2)
+                multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+            else
+                multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, acc + r, next, n);
         }
     }
 }
@@ -424,40 +421,36 @@ FL_INLINE vf plain_of(const int layout, const uint8_t *p) {
     return layout == FL_F32 ? vf_load((const float *)(const void *)p) : layout == FL_F16 ? vf_halves(p) : vf_bf16s(p);
 }
 
-/* Blocks of 64 k straight from memory, for R <= 4 rows. */
-KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, const target *to,
-                         int strip0, int strip1) {
+/* acc[r] = sums of R <= 4 rows of a strip: blocks of 64 k straight from memory. */
+KERNEL void stream_plain(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, int strip,
+                         float (*acc)[FL_STRIP]) {
     enum { MOST = 4 };
     const int size = layout == FL_F32 ? 4 : 2, NV = R <= 2 ? MOST_VECTORS : 2;
     const size_t ldx = fl_float_stride(a->K);
-    for (int s = strip0; s < strip1; s++) {
-        const float *x = fl_floats(a, row0);
-        float acc[MOST][FL_STRIP];
-        memset(acc, 0, sizeof acc);
-        for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
-            const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
-            UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-                const uint8_t *p =
-                    w->data + ((size_t)s * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
-                vf b[MOST][4];
-                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
-                for (int k = 0; k < depth; k++, p += size * FL_STRIP) {
-                    if (v0 == 0) {
-                        __builtin_prefetch(p + PREFETCH, 0, 3);
-                        if (size == 4) __builtin_prefetch(p + PREFETCH + 64, 0, 3);
-                    }
-                    UNROLL for (int v = 0; v < NV; v++) {
-                        const vf values = plain_of(layout, p + size * FL_LANES * v);
-                        UNROLL for (int r = 0; r < R; r++) b[r][v] = vf_mac(vf_set1(x[r * ldx + k0 + k]), values, b[r][v]);
-                    }
+    const float *x = fl_floats(a, row0);
+    memset(acc, 0, (size_t)R * sizeof acc[0]);
+    for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
+        const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
+        UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+            const uint8_t *p =
+                w->data + ((size_t)strip * (size_t)w->K + (size_t)k0) * (size_t)(size * FL_STRIP) + size * FL_LANES * v0;
+            vf b[MOST][4];
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) b[r][v] = vf_zero();
+            for (int k = 0; k < depth; k++, p += size * FL_STRIP) {
+                if (v0 == 0) {
+                    __builtin_prefetch(p + PREFETCH, 0, 3);
+                    if (size == 4) __builtin_prefetch(p + PREFETCH + 64, 0, 3);
                 }
-                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
-                    float *sum = acc[r] + FL_LANES * (v0 + v);
-                    vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+                UNROLL for (int v = 0; v < NV; v++) {
+                    const vf values = plain_of(layout, p + size * FL_LANES * v);
+                    UNROLL for (int r = 0; r < R; r++) b[r][v] = vf_mac(vf_set1(x[r * ldx + k0 + k]), values, b[r][v]);
                 }
             }
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
+                float *sum = acc[r] + FL_LANES * (v0 + v);
+                vf_store(sum, vf_add(vf_load(sum), b[r][v]));
+            }
         }
-        UNROLL for (int r = 0; r < R; r++) store_strip(to, row0 + r, s, acc[r]);
     }
 }
 
@@ -516,29 +509,22 @@ KERNEL void multiply_values(const int R, int depth, const scratch_space *c, cons
     }
 }
 
-KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,
-                           scratch_space *c) {
+KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
+                           float (*acc)[FL_STRIP]) {
     const size_t ldx = fl_float_stride(a->K), strip_bytes = fl_strip_bytes(&FL_LAYOUT[layout], w->K);
-    const int step = rows_per_block(ldx * 4);
-    for (int row0 = 0; row0 < a->rows; row0 += step) {
-        const int rows = a->rows - row0 < step ? a->rows - row0 : step;
-        for (int s = strip0; s < strip1; s++) {
-            memset(c->acc, 0, (size_t)rows * sizeof c->acc[0]);
-            for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
-                const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
-                decode_values(layout, w->data + (size_t)s * strip_bytes, k0, depth, c);
-                for (int r = 0; r < rows; r += 4) {
-                    const float *x = fl_floats(a, row0 + r) + k0;
-                    if (rows - r >= 4) multiply_values(4, depth, c, x, ldx, c->acc + r);
-                    else if (rows - r == 3)
-                        multiply_values(3, depth, c, x, ldx, c->acc + r);
-                    else if (rows - r == 2)
-                        multiply_values(2, depth, c, x, ldx, c->acc + r);
-                    else
-                        multiply_values(1, depth, c, x, ldx, c->acc + r);
-                }
-            }
-            for (int r = 0; r < rows; r++) store_strip(to, row0 + r, s, c->acc[r]);
+    memset(acc, 0, (size_t)rows * sizeof acc[0]);
+    for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
+        const int depth = w->K - k0 < DEPTH ? w->K - k0 : DEPTH;
+        decode_values(layout, w->data + (size_t)strip * strip_bytes, k0, depth, c);
+        for (int r = 0; r < rows; r += 4) {
+            const float *x = fl_floats(a, row0 + r) + k0;
+            if (rows - r >= 4) multiply_values(4, depth, c, x, ldx, acc + r);
+            else if (rows - r == 3)
+                multiply_values(3, depth, c, x, ldx, acc + r);
+            else if (rows - r == 2)
+                multiply_values(2, depth, c, x, ldx, acc + r);
+            else
+                multiply_values(1, depth, c, x, ldx, acc + r);
         }
     }
 }
@@ -574,35 +560,36 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
         }
 }
 
+/* acc[r] = sums of `rows` <= ROW_BLOCK rows of one strip. */
 #define INT8_LAYOUT(layout)                                                                                                    \
-    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,                \
-                                scratch_space *c) {                                                                            \
-        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, to, strip0, strip1, c);                                       \
-        else if (a->rows == 1)                                                                                                 \
-            decode(layout, 1, w, a, 0, to, strip0, strip1);                                                                    \
-        else if (a->rows == 2)                                                                                                 \
-            decode(layout, 2, w, a, 0, to, strip0, strip1);                                                                    \
-        else if (a->rows == 3)                                                                                                 \
-            decode(layout, 3, w, a, 0, to, strip0, strip1);                                                                    \
-        else if (a->rows == 4)                                                                                                 \
-            decode(layout, 4, w, a, 0, to, strip0, strip1);                                                                    \
+    static void sums_##layout(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,           \
+                              float (*acc)[FL_STRIP]) {                                                                        \
+        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, row0, rows, strip, c, acc);                                   \
+        else if (rows == 1)                                                                                                    \
+            decode(layout, 1, w, a, row0, strip, acc);                                                                         \
+        else if (rows == 2)                                                                                                    \
+            decode(layout, 2, w, a, row0, strip, acc);                                                                         \
+        else if (rows == 3)                                                                                                    \
+            decode(layout, 3, w, a, row0, strip, acc);                                                                         \
+        else if (rows == 4)                                                                                                    \
+            decode(layout, 4, w, a, row0, strip, acc);                                                                         \
         else                                                                                                                   \
-            prefill(layout, w, a, to, strip0, strip1, c);                                                                      \
+            prefill(layout, w, a, row0, rows, strip, c, acc);                                                                  \
     }                                                                                                                          \
     static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
 
 #define PLAIN_LAYOUT(layout)                                                                                                   \
-    static void linear_##layout(const fl_weight *w, const fl_acts *a, const target *to, int strip0, int strip1,                \
-                                scratch_space *c) {                                                                            \
-        if (a->rows == 1) stream_plain(layout, 1, w, a, 0, to, strip0, strip1);                                                \
-        else if (a->rows == 2)                                                                                                 \
-            stream_plain(layout, 2, w, a, 0, to, strip0, strip1);                                                              \
-        else if (a->rows == 3)                                                                                                 \
-            stream_plain(layout, 3, w, a, 0, to, strip0, strip1);                                                              \
-        else if (a->rows == 4)                                                                                                 \
-            stream_plain(layout, 4, w, a, 0, to, strip0, strip1);                                                              \
+    static void sums_##layout(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,           \
+                              float (*acc)[FL_STRIP]) {                                                                        \
+        if (rows == 1) stream_plain(layout, 1, w, a, row0, strip, acc);                                                        \
+        else if (rows == 2)                                                                                                    \
+            stream_plain(layout, 2, w, a, row0, strip, acc);                                                                   \
+        else if (rows == 3)                                                                                                    \
+            stream_plain(layout, 3, w, a, row0, strip, acc);                                                                   \
+        else if (rows == 4)                                                                                                    \
+            stream_plain(layout, 4, w, a, row0, strip, acc);                                                                   \
         else                                                                                                                   \
-            prefill_values(layout, w, a, to, strip0, strip1, c);                                                               \
+            prefill_values(layout, w, a, row0, rows, strip, c, acc);                                                           \
     }                                                                                                                          \
     static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
 
@@ -638,14 +625,38 @@ PLAIN_LAYOUT(FL_BF16)
      f##FL_INT4G64,  f##FL_INT4G128, f##FL_INT4G256, f##FL_INT4G64S, f##FL_INT4G128S, f##FL_INT4G256S, f##FL_INT8G64,          \
      f##FL_INT8G128, f##FL_F32,      f##FL_F16,      f##FL_BF16}
 
-static void (*const linears[FL_LAYOUTS])(const fl_weight *, const fl_acts *, const target *, int, int,
-                                         scratch_space *) = EVERY_LAYOUT(linear_);
+static void (*const sums[FL_LAYOUTS])(const fl_weight *, const fl_acts *, int, int, int, scratch_space *,
+                                      float (*)[FL_STRIP]) = EVERY_LAYOUT(sums_);
 static void (*const unpackers[FL_LAYOUTS])(const fl_weight *, int64_t, float *) = EVERY_LAYOUT(unpack_);
 
-static void linear(const fl_weight *w, const fl_acts *a, const float *bias, float *y, size_t ldy, int strip0, int strip1,
-                   int accumulate, void *scratch) {
-    const target to = {bias, y, ldy, w->N, accumulate};
-    if (a->rows > 0 && strip0 < strip1) linears[w->layout](w, a, &to, strip0, strip1, scratch);
+/* Rows of a block that stay in half of L2 (256 KB) while the strips pass by. */
+static int rows_per_block(const fl_acts *a) {
+    const size_t row = a->kind == FL_KIND_F32 ? fl_float_stride(a->K) * 4 : fl_code_stride(a->K) + fl_group_stride(a->K) * sizeof(fl_group);
+    const size_t fits = 262144 / row / 4 * 4;
+    return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
+}
+
+static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, const fl_target *to, int strip0, int strip1,
+                   void *scratch) {
+    scratch_space *c = scratch;
+    const int step = rows_per_block(a);
+    for (int row0 = 0; row0 < a->rows; row0 += step) {
+        const int rows = a->rows - row0 < step ? a->rows - row0 : step;
+        for (int s = strip0; s < strip1; s++) {
+            sums[w->layout](w, a, row0, rows, s, c, c->acc);
+            add_bias(to->bias, rows, s, w->N, c->acc);
+            if (up) {
+                sums[up->layout](up, a, row0, rows, s, c, c->up);
+                add_bias(to->up_bias, rows, s, w->N, c->up);
+            }
+            if (to->act != FL_ACT_NONE) {
+                const fl_view gate = {(char *)c->acc, rows, FL_STRIP, 0, 1, FL_STRIP, FL_DT_F32};
+                const fl_view other = {(char *)c->up, rows, FL_STRIP, 0, 1, FL_STRIP, FL_DT_F32};
+                FL_NAME(fl_act_mul)(to->act, &gate, up ? &other : NULL, &gate, 0, rows, 0, FL_STRIP);
+            }
+            store_strip(to, row0, rows, s, w->N, c->acc);
+        }
+    }
 }
 
 static void unpack_row(const fl_weight *w, int64_t n, float *out) { unpackers[w->layout](w, n, out); }
