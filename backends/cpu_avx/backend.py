@@ -356,7 +356,9 @@ class CpuBackend(Backend):
         """Of the fastest multiply-add instruction for that type which the variant in use has."""
         self._check_open()
         mine = _native.isa_names().index(self.isa)
-        usable = [i for i, (_, of, variant, missing) in enumerate(_native.peaks()) if of == dtype and variant <= mine and not missing]
+        usable = [
+            i for i, (_, of, variant, missing) in enumerate(_native.peaks()) if of == dtype and variant <= mine and not missing
+        ]
         return max((rate for i in usable if (rate := self._pool.peak_ops(i, PROBE_ROUNDS)) > 0), default=None)
 
     def close(self) -> None:

@@ -680,7 +680,9 @@ class _Lowering:
         x, ids, weights, gate, up, down, *biases, out = *inputs, outputs[0]
         views = [matrix(x), matrix(ids, ("i32",)), matrix(weights), matrix(out)]
         rows, (experts, width, _), top_k = self.spaces(x.shape[0]), gate.tensor.shape, ids.tensor.shape[1]
-        if not isinstance(ids.shape[0], str):  # alone; in a model a router made them, and the kernel leaves out what is no expert
+        if not isinstance(
+            ids.shape[0], str
+        ):  # alone; in a model a router made them, and the kernel leaves out what is no expert
             if ids.tensor.strides not in (None, contiguous(ids.tensor.shape)):
                 raise ShapeError("op 'moe' takes contiguous ids")
             self.check(INDEX, views[1][0], 0, rows * top_k, 0, experts, 0, 0, 0, 0, 0)

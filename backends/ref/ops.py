@@ -236,7 +236,9 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
 
 def _gelu(z: np.ndarray) -> np.ndarray:
     flat = z.reshape(-1)
-    tail = np.fromiter((math.erfc(-v / math.sqrt(2)) for v in flat.tolist()), np.float64, len(flat))  # 1 + erf would cancel below −5
+    tail = np.fromiter(
+        (math.erfc(-v / math.sqrt(2)) for v in flat.tolist()), np.float64, len(flat)
+    )  # 1 + erf would cancel below −5
     return (z * (0.5 * tail.reshape(z.shape))).astype(F32)
 
 

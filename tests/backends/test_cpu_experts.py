@@ -25,7 +25,9 @@ def encoded(format, values, rng):
         return _kernels.encode(format, values.reshape(-1)).view(np.uint8)
     except UnsupportedError:
         raw = rng.integers(0, 256, (values.size // block.block, block.block_bytes), np.uint8)
-        halves = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}.get(format, (0,))
+        halves = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}.get(
+            format, (0,)
+        )
         for at in halves:  # where the f16 scales are
             raw[:, at : at + 2] = np.array([0.002], np.float16).view(np.uint8)
         if format == "mxfp4":
@@ -184,7 +186,9 @@ def test_route_topk_chooses_and_weighs_as_ref_does(attrs, variant):
 
     def run(rows):
         operands = [layer.tensor(logits[rows]), layer.tensor(bias)]
-        layer.cpu.ops()["route_topk"](*operands, out=(layer.tensor(ids[rows]), layer.tensor(weights[rows])), stream=Stream(), ws=None, **full)
+        layer.cpu.ops()["route_topk"](
+            *operands, out=(layer.tensor(ids[rows]), layer.tensor(weights[rows])), stream=Stream(), ws=None, **full
+        )
 
     run(slice(0, 33))
     wanted_ids, wanted = ops.route_topk(logits, bias, **full)
@@ -204,7 +208,9 @@ def test_route_topk_gives_experts_whatever_the_logits_hold():
     for score in ("softmax", "sigmoid", "softmax_of_chosen"):
         ids, weights = np.full((4, 3), -1, np.int32), np.zeros((4, 3), np.float32)
         full = {**ROUTES, "k": 3, "score": score}
-        layer.cpu.ops()["route_topk"](layer.tensor(logits), None, out=(layer.tensor(ids), layer.tensor(weights)), stream=Stream(), ws=None, **full)
+        layer.cpu.ops()["route_topk"](
+            layer.tensor(logits), None, out=(layer.tensor(ids), layer.tensor(weights)), stream=Stream(), ws=None, **full
+        )
         assert all(len(set(row)) == 3 and set(row) <= set(range(4)) for row in ids.tolist())
 
 

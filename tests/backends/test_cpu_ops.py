@@ -123,7 +123,9 @@ def _activations(z):
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu"])
 def test_activations_agree_with_f64(bench, kind):
-    z = np.concatenate([np.linspace(-100, 100, 4001), np.geomspace(1e-30, 1, 300), -np.geomspace(1e-30, 1, 300)]).astype(np.float32)
+    z = np.concatenate([np.linspace(-100, 100, 4001), np.geomspace(1e-30, 1, 300), -np.geomspace(1e-30, 1, 300)]).astype(
+        np.float32
+    )
     z = z.reshape(1, -1)
     d = z.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -177,7 +179,11 @@ def test_strided_windows_are_read_and_written_in_place(bench):
     assert np.isnan(target[:, :20]).all()
     assert np.isnan(target[:, 36:]).all()
     heads = base.reshape(6, 4, 10)[:, :, 2:9]
-    near(bench.run("rms_norm", heads, None, eps=1e-6), heads / np.sqrt((heads.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6), ulps=16)
+    near(
+        bench.run("rms_norm", heads, None, eps=1e-6),
+        heads / np.sqrt((heads.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6),
+        ulps=16,
+    )
 
 
 def test_transposed_and_negative_strides_are_refused_and_the_backend_stays_usable(bench):
@@ -300,7 +306,9 @@ class Sequences:
         self.block_bytes = kit.cpu.kv_block_bytes(self.spec, block_size)
         self.memory = np.full(self.num_blocks * self.block_bytes, 0xFF, np.uint8)  # NaN in f16 and f32
         buffer = kit.cpu.wrap_host(self.memory, readonly=False)
-        self.cache = Tensor(buffer, 0, (), "kv", spec=self.spec, block_size=block_size, num_blocks=self.num_blocks, block_bytes=self.block_bytes)
+        self.cache = Tensor(
+            buffer, 0, (), "kv", spec=self.spec, block_size=block_size, num_blocks=self.num_blocks, block_bytes=self.block_bytes
+        )
         self.keys = [normal(n, heads, key_dim, seed=seed + 10 * s + 2) for s, n in enumerate(lengths)]
         self.values = [normal(n, heads, value_dim, seed=seed + 10 * s + 3) for s, n in enumerate(lengths)]
         for s, n in enumerate(lengths):
@@ -310,7 +318,10 @@ class Sequences:
         slots = (self.table[s, tokens // self.block_size] * self.block_size + tokens % self.block_size).astype(np.int32)
         v = np.ascontiguousarray(self.values[s][tokens]) if self.spec.value_dim else None
         self.kit.ops["kv_write"](
-            *(self.kit.tensor(t) for t in (self.cache, np.ascontiguousarray(self.keys[s][tokens]), v, slots)), out=(), stream=Stream(), ws=None
+            *(self.kit.tensor(t) for t in (self.cache, np.ascontiguousarray(self.keys[s][tokens]), v, slots)),
+            out=(),
+            stream=Stream(),
+            ws=None,
         )
 
     def attend(self, queries, positions, lengths=None, sinks=None, slopes=None, prefix=None, kit=None, **attrs):
@@ -322,7 +333,20 @@ class Sequences:
         ctx = np.array(self.lengths if lengths is None else lengths, np.int32)
         value_dim = self.spec.value_dim or attrs["value_dim"]
         attrs = {"scale": 0.125, **attrs}
-        out = kit.run("attention", q, self.cache, p, starts, ctx, self.table, sinks, slopes, prefix, shape=(*q.shape[:2], value_dim), **attrs)
+        out = kit.run(
+            "attention",
+            q,
+            self.cache,
+            p,
+            starts,
+            ctx,
+            self.table,
+            sinks,
+            slopes,
+            prefix,
+            shape=(*q.shape[:2], value_dim),
+            **attrs,
+        )
         return [out[a:b] for a, b in pairwise(starts)]
 
 
@@ -454,7 +478,9 @@ def test_values_may_be_a_prefix_of_the_keys(cached, heads, value_dim, block):
 
 def test_a_row_that_sees_no_key_is_zeros_even_with_a_sink(cached):
     seqs = Sequences(cached, [70, 3], 1, 16, 16, 64)
-    found = seqs.attend([normal(2, 2, 16), normal(1, 2, 16)], [np.array([5, -1]), np.array([2])], lengths=[70, 0], sinks=np.ones(2, np.float32))
+    found = seqs.attend(
+        [normal(2, 2, 16), normal(1, 2, 16)], [np.array([5, -1]), np.array([2])], lengths=[70, 0], sinks=np.ones(2, np.float32)
+    )
     assert not found[0][1].any()
     assert not found[1].any()
     assert found[0][0].any()
@@ -491,7 +517,10 @@ def test_attention_bits_do_not_depend_on_batch_chunks_blocks_or_threads(cached, 
         for i in (0, 1, 33, 69):
             one = seqs.attend([queries[0][i : i + 1], none[0]], [positions[0][i : i + 1], none[1]], kit=kit, **attrs)[0]
             np.testing.assert_array_equal(one[0], together[0][i])
-        pieces = [seqs.attend([queries[0][a:b], queries[1][:1]], [positions[0][a:b], positions[1][:1]], kit=kit, **attrs)[0] for a, b in ((0, 3), (3, 50), (50, 70))]
+        pieces = [
+            seqs.attend([queries[0][a:b], queries[1][:1]], [positions[0][a:b], positions[1][:1]], kit=kit, **attrs)[0]
+            for a, b in ((0, 3), (3, 50), (50, 70))
+        ]
         np.testing.assert_array_equal(np.concatenate(pieces), together[0])
         np.testing.assert_array_equal(seqs.attend(queries, positions, kit=kit, **attrs)[1], together[1])
     other = Sequences(cached, lengths, 3 if dv else 1, dk, dv, 48, seed=0)

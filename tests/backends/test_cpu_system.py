@@ -56,7 +56,10 @@ def test_hardware_threads_of_a_core_count_once_and_the_mask_is_obeyed(tmp_path):
     assert choose_threads(0, pin=False, root=root, allowed=range(8)).cores is None
 
 
-@pytest.mark.parametrize(("line", "count"), [("150000 100000", 1), ("200000 100000", 2), ("50000 100000", 1), ("max 100000", 4), ("900000 100000", 4)])
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [("150000 100000", 1), ("200000 100000", 2), ("50000 100000", 1), ("max 100000", 4), ("900000 100000", 4)],
+)
 def test_a_quota_of_our_group_or_a_parent_limits_the_threads(tmp_path, line, count):
     files = {"sys/fs/cgroup/a/cpu.max": line, "sys/fs/cgroup/a/b/cpu.max": "max 100000"}
     root = machine(tmp_path, SMT, "0::/a/b\n", files)

@@ -53,7 +53,9 @@ def test_tiny_models_give_the_same_logits_under_every_variant(name: str, monkeyp
         got[isa] = tiny_logits(MODELS / "fixtures" / name)
     best = got[RUNNABLE[-1]]
     for isa, logits in got.items():
-        if isa == "baseline":  # rounds the products of f32 weights, and then a value of the f16 cache may fall on the other side
+        if (
+            isa == "baseline"
+        ):  # rounds the products of f32 weights, and then a value of the f16 cache may fall on the other side
             assert np.abs(logits - best).max() <= 2e-3 * best.std()
             top = np.sort(best, axis=1)
             clear = top[:, -1] - top[:, -2] > 4e-3 * best.std()

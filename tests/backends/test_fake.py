@@ -23,7 +23,9 @@ def executor(backends, device):
     return Executor(make_plan(graph, refs, sources, backends, Placement.on(device), LIMITS), refs, sources, backends)
 
 
-@pytest.mark.parametrize("options", [{}, {"without": "rms_norm,rope"}, {"without": "attention"}, {"inherit": "all"}, {"inherit": "linear"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"without": "rms_norm,rope"}, {"without": "attention"}, {"inherit": "all"}, {"inherit": "linear"}]
+)
 def test_same_bits_as_ref(options):
     with RefBackend() as ref, FakeBackend(**options) as fake:
         here, there = executor({"ref": ref}, "ref"), executor({"fake": fake, "ref": ref}, "fake")
@@ -128,7 +130,10 @@ def test_a_late_error_names_the_op_and_the_device_stays_usable():
     assert np.array_equal(late.run(batch((3, 1, 4))).logits, good)
 
 
-@pytest.mark.parametrize(("options", "match"), [({"without": "atention"}, "'atention', which is no op"), ({"inherit": "x"}, "no op"), ({"memory": -1}, "at least 0")])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"without": "atention"}, "'atention', which is no op"), ({"inherit": "x"}, "no op"), ({"memory": -1}, "at least 0")],
+)
 def test_wrong_options_are_refused(options, match):
     with pytest.raises(UsageError, match=match):
         FakeBackend(**options)

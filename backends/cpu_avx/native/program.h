@@ -47,7 +47,7 @@ typedef struct {
     int32_t op, barrier, node;
     int32_t symbol[FL_OPERANDS]; /* of the leading dimension */
     fl_view v[FL_OPERANDS];      /* p NULL: absent; rows are resolved per run */
-    fl_weight weight, up; /* data NULL: absent */
+    fl_weight weight, up;        /* data NULL: absent */
     fl_acts acts, codes;
     fl_cache cache;
     int64_t i[FL_INTS];

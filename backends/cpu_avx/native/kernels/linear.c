@@ -373,7 +373,10 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scr
                 const fl_group *first = record + t / group;
                 vi sum[4][4];
                 start_sums(L, R, NV, half, first, ldr, sum);
-                for (int i = t; i < t + group; i++) tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum);
+                if (group == 1) tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum);
+                else /* without this case, compilers keep the sums of the loop in memory */
+                    for (int i = t; i < t + group; i++)
+                        tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
                     const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
@@ -509,8 +512,8 @@ KERNEL void multiply_values(const int R, int depth, const scratch_space *c, cons
     }
 }
 
-KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
-                           float (*acc)[FL_STRIP]) {
+KERNEL void prefill_values(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip,
+                           scratch_space *c, float (*acc)[FL_STRIP]) {
     const size_t ldx = fl_float_stride(a->K), strip_bytes = fl_strip_bytes(&FL_LAYOUT[layout], w->K);
     memset(acc, 0, (size_t)rows * sizeof acc[0]);
     for (int k0 = 0; k0 < w->K; k0 += DEPTH) {
@@ -631,7 +634,8 @@ static void (*const unpackers[FL_LAYOUTS])(const fl_weight *, int64_t, float *) 
 
 /* Rows of a block that stay in half of L2 (256 KB) while the strips pass by. */
 static int rows_per_block(const fl_acts *a) {
-    const size_t row = a->kind == FL_KIND_F32 ? fl_float_stride(a->K) * 4 : fl_code_stride(a->K) + fl_group_stride(a->K) * sizeof(fl_group);
+    const size_t row =
+        a->kind == FL_KIND_F32 ? fl_float_stride(a->K) * 4 : fl_code_stride(a->K) + fl_group_stride(a->K) * sizeof(fl_group);
     const size_t fits = 262144 / row / 4 * 4;
     return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
 }
