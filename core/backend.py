@@ -291,6 +291,7 @@ class Backend(ABC):
 
     name: str = ""
     limits: Limits = Limits()
+    kv_dtypes: tuple[str, ...] = ()  # of graph.KV_DTYPES: what the spec of a cache may ask for; one that asks for nothing fits all
     threads: int = 1  # host threads that its ops run on
     warning: str = ""  # one line that the user should read after it was opened
     pack_rows: int = 0  # weights may be packed in blocks of a multiple of that many rows, which lie one after another; 0: whole only

@@ -15,27 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 
-from .errors import ShapeError
+from .errors import ShapeError, UsageError
 from .ops import CATALOGUE, STEP_INPUTS, Dim, Shape
 
-__all__ = ["Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View", "experts_of_row"]
+__all__ = ["KV_DTYPES", "Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View", "experts_of_row", "with_kv_dtype"]
+
+KV_DTYPES: Final = ("f16", "bf16", "f32", "int8")
+"""How keys and values may be kept. int8: of each token and head, codes round(x / scale) and scale = largest |x| / 127 in f32."""
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """The key/value cache of one attention layer: K heads, key and value widths in elements.
 
-    value_dim 0 means that values are a prefix of the keys (latent attention), so no values are stored.
+    value_dim 0 means that values are a prefix of the keys (latent attention), so no values are stored. dtype: one of KV_DTYPES, or
+    None: what the backend takes by itself.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,14 @@ def experts_of_row(graph: Graph, node: Node) -> tuple[int, int]:
         return 1, 1
     ids, gate = graph.values[str(node.inputs[1])], graph.values[str(node.inputs[3])]
     return int(ids.shape[1]), int(gate.shape[0])
+
+
+def with_kv_dtype(graph: Graph, dtype: str) -> Graph:
+    """The graph with every key/value cache kept as `dtype`. Raises UsageError for one that is not in KV_DTYPES."""
+    if dtype not in KV_DTYPES:
+        raise UsageError(f"keys and values cannot be kept as {dtype!r}", fix=f"kv_dtype: {', '.join(KV_DTYPES)}")
+    values = {n: replace(v, spec=replace(v.spec, dtype=dtype)) if isinstance(v.spec, KVSpec) else v for n, v in graph.values.items()}
+    return replace(graph, values=values)
 
 
 class GraphBuilder:

@@ -87,7 +87,10 @@ class _Planner:
             return No(f"op '{node.op}' is of opset {spec.since}")
         assume = assume or {}
         values = [None if n is None else self.graph.values[n] for n in node.inputs]
-        limits = self.limits
+        limits, backend = self.limits, self.backends[device]
+        for cache in (v.spec for v in values if v is not None):
+            if isinstance(cache, KVSpec) and cache.dtype is not None and cache.dtype not in backend.kv_dtypes:
+                return No(f"keys and values as {cache.dtype}: it keeps {' or '.join(backend.kv_dtypes) or 'them in a type of its own'}")
         query = OpQuery(
             node.op,
             dtypes=tuple(None if v is None else assume.get(v.name) or self._dtype(v, device, assume) for v in values),
@@ -103,7 +106,7 @@ class _Planner:
             attrs={k: v for k, v in node.attrs.items() if v != spec.attrs[k].default},
             specs=tuple(None if v is None else v.spec for v in values),
         )
-        return self.backends[device].supports(query)
+        return backend.supports(query)
 
     def _groups(self) -> list[list[int]]:
         """Nodes that must run on one device: those that use the same state, which exists once; every other node alone."""

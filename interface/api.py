@@ -47,7 +47,7 @@ from .core.errors import (
     UnsupportedError,
     UsageError,
 )
-from .core.graph import Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value, View
+from .core.graph import KV_DTYPES, Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value, View
 from .core.ops import ACTIVATIONS, CATALOGUE, CORE_OPS, MASKS, OPSET, PRIMITIVE_OPS, OpSpec
 from .core.quant import FORMATS, QuantFormat
 from .core.weights import HostTensor
@@ -79,6 +79,7 @@ __all__ = [
     "CATALOGUE",
     "CORE_OPS",
     "FORMATS",
+    "KV_DTYPES",
     "MASKS",
     "OPSET",
     "PRIMITIVE_OPS",

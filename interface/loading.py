@@ -29,7 +29,7 @@ from .core.errors import (
     TokenizerError,
     UsageError,
 )
-from .core.graph import KVSpec, SlotSpec
+from .core.graph import KV_DTYPES, KVSpec, SlotSpec, with_kv_dtype
 from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
 from .core.scheduler import POLICIES
@@ -70,8 +70,9 @@ class LoadOptions:
     backend: NAME[:DEVICE] or None (auto); backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
     ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
-    all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; max_queue: requests that may wait; schedule: who comes
-    first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
+    all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
+    values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; max_queue: requests that may wait; schedule: who
+    comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size, no_quant_layer, dtype_config,
     allow_requantize: as of `fastllm convert`;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
@@ -89,6 +90,7 @@ class LoadOptions:
     kv_cache_bytes: int | None = None
     max_queue: int = 256
     schedule: str = "fcfs"
+    kv_dtype: str | None = None
     fallback: str | None = None
     dtype: str | None = None
     group_size: int = 128
@@ -122,6 +124,8 @@ class LoadOptions:
             raise UsageError(f"kv_cache_bytes is {self.kv_cache_bytes!r}; it must be a number of bytes", fix="--kv-cache-size 1GiB")
         if self.schedule not in POLICIES:
             raise UsageError(f"schedule is {self.schedule!r}; it must be one of {', '.join(POLICIES)}", fix="--schedule fcfs")
+        if self.kv_dtype not in (None, *KV_DTYPES):
+            raise UsageError(f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(KV_DTYPES)}", fix="--kv-dtype f16")
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
@@ -247,6 +251,8 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     try:
         definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready)
         definition = with_dtype(definition, files, options)
+        if options.kv_dtype is not None:
+            definition = replace(definition, graph=with_kv_dtype(definition.graph, options.kv_dtype))
         if options.ctx is not None and options.ctx > definition.max_position:
             raise UsageError(
                 f"--ctx {options.ctx:,} is more than the {definition.max_position:,} tokens this model was made for",

@@ -34,7 +34,10 @@ VARIANTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("ref", {}),
     ("cpu_avx", {"act": "f32", "kv_dtype": "f32"}),
     ("cpu_avx", {"act": "f32"}),
+    ("cpu_avx", {"act": "f32", "kv_dtype": "bf16"}),
+    ("cpu_avx", {"act": "f32", "kv_dtype": "int8"}),
     ("cpu_avx", {"act": "int8"}),
+    ("cpu_avx", {"act": "int8", "kv_dtype": "int8"}),
 )
 CLEAR = 0.5
 """Margin from which on every variant should agree."""

@@ -78,15 +78,15 @@ class CpuBackend(Backend):
     name = "cpu_avx"
     pack_rows = 32
     maps_weights = True
+    kv_dtypes = tuple(CACHE_TYPES)
 
     def __init__(self, threads: int = 0, isa: str = "auto", act: str = "int8", kv_dtype: str = "f16", pin: bool = True):
         """Starts the threads. Raises UsageError for options that cannot be, BackendUnavailable if threads cannot be made."""
         if threads < 0 or threads > 1024:
             raise UsageError(f"threads={threads} is outside of 0…1024", who="cpu_avx")
         if act not in ("int8", "f32") or kv_dtype not in CACHE_TYPES:
-            raise UsageError(
-                f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix="act: int8, f32; kv_dtype: f16, f32"
-            )
+            fix = f"act: int8, f32; kv_dtype: {', '.join(CACHE_TYPES)}"
+            raise UsageError(f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix=fix)
         self.isa = _choose(isa)
         choice = choose_threads(threads, pin)
         self.threads, self.reason, self.warning = choice.count, choice.reason, choice.warning
@@ -164,7 +164,7 @@ class CpuBackend(Backend):
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of a block, in the layout of native/kernels.h."""
         shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
-        return int(_native.cache_block_bytes(block_size, *shape, CACHE_TYPES[self._kv_dtype]))
+        return int(_native.cache_block_bytes(block_size, *shape, CACHE_TYPES[spec.dtype or self._kv_dtype]))
 
     # weights --------------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,8 @@ class CpuBackend(Backend):
             group = 0 if layout is None else _native.prepare_kind(_native.layout_number(layout), self._exact)
             return Yes(q.op, act=f"q8_g{group}" if group else None)
         if q.op == "attention":
-            return Yes("attention", weight=None if self._kv_dtype == "f32" else self._kv_dtype)
+            kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype), self._kv_dtype)
+            return Yes("attention", weight=None if kept == "f32" else kept)
         return Yes(q.op, angle="f64" if q.op == "rope" else None)
 
     def ops(self) -> Mapping[str, OpFn]:

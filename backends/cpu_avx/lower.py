@@ -39,7 +39,7 @@ OPCODES: Final = {
 """As in program.h."""
 SYMBOLS: Final = {"T": 1, "S": 2, "R": 3, "S+1": 4, "R+1": 5}
 DTYPES: Final = {"f32": 0, "f16": 1, "bf16": 2, "i32": 3, "i8": 4}
-CACHE_TYPES: Final = {"f32": 0, "f16": 1}
+CACHE_TYPES: Final = {"f16": 1, "bf16": 2, "f32": 0, "int8": 4}
 ACTS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MASKS: Final = ("causal", "full", "prefix", "chunk")
 SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
@@ -598,7 +598,7 @@ class _Lowering:
         t = cache.tensor
         if not isinstance(t.spec, KVSpec):
             raise ShapeError("kv_write and attention need a key/value cache")
-        dtype = CACHE_TYPES[self.kv_dtype]
+        dtype = CACHE_TYPES[t.spec.dtype or self.kv_dtype]
         needed = _native.cache_block_bytes(t.block_size, t.spec.num_kv_heads, t.spec.key_dim, t.spec.value_dim, dtype)
         if t.block_size < 1 or t.block_bytes < needed or t.offset + t.num_blocks * t.block_bytes > t.buffer.nbytes:
             raise ShapeError(

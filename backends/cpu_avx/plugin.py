@@ -17,7 +17,9 @@ OPTIONS = {
     "act": Option(
         str, "int8", ("int8", "f32"), help="activations of quantised linear layers: rounded to int8 (fast) or exact f32"
     ),
-    "kv_dtype": Option(str, "f16", ("f16", "f32"), help="how keys and values are cached"),
+    "kv_dtype": Option(
+        str, "f16", ("f16", "bf16", "f32", "int8"), help="how keys and values are cached, where `--kv-dtype` does not say"
+    ),
     "pin": Option(bool, True, help="bind threads to cores if they use all of them"),
 }
 

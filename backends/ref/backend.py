@@ -4,7 +4,8 @@ A vendor's backend inherits this class and replaces one op at a time. The inheri
 memory that is a numpy array they work in place; on a device's own memory they download, compute here and upload, so that
 everything is right from the first minute and only slow.
 
-Cache layout (of this backend's own memory): block = keys [K, block_size, Dk] then values [K, block_size, Dv], f32.
+Cache layout (of this backend's own memory): block = keys [K, block_size, Dk], then values [K, block_size, Dv]; with int8 their codes,
+then the scales of the keys f32 [K, block_size] and those of the values. f32, unless the cache's spec says otherwise (`kv.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from fastllm.api import (
     CATALOGUE,
+    KV_DTYPES,
     OPSET,
     PRIMITIVE_OPS,
     Backend,
@@ -31,7 +33,7 @@ from fastllm.api import (
     Yes,
 )
 
-from . import ops
+from . import kv, ops
 
 __all__ = ["RefBackend"]
 
@@ -42,6 +44,7 @@ class RefBackend(Backend):
     """The host's memory and numpy. Also the base class of backends that are being written."""
 
     name = "ref"
+    kv_dtypes = KV_DTYPES
 
     def __init__(self) -> None:
         """Opens the backend; nothing is allocated."""
@@ -79,6 +82,10 @@ class RefBackend(Backend):
     def memory(self) -> MemoryInfo:
         """Bytes that buffers hold; the host's own numbers are not asked for."""
         return MemoryInfo(0, 0, self._used)
+
+    def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of a block in the layout that the top of this file shows."""
+        return kv.block_bytes(spec, block_size)
 
     # support --------------------------------------------------------------------------------------------------------
 
@@ -145,19 +152,13 @@ class RefBackend(Backend):
         self.upload(buffer, offset, memoryview(raw), stream)
         stream.synchronize()  # raw ends here
 
-    def _block(self, cache: Tensor, block: int, stream: Stream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One cache block: (raw bytes, keys [K, block_size, Dk], values [K, block_size, Dv])."""
-        spec = cache.spec
-        if not isinstance(spec, KVSpec):
+    def _block(self, cache: Tensor, block: int, stream: Stream) -> np.ndarray:
+        """The bytes of one cache block."""
+        if not isinstance(cache.spec, KVSpec):
             raise TypeError("attention and kv_write need a key/value cache")
         if not 0 <= block < cache.num_blocks:
             raise IndexError(f"cache block {block} is outside of 0…{cache.num_blocks - 1}")
-        raw = self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes, stream)
-        values = raw.view(np.float32)
-        size = spec.num_kv_heads * cache.block_size * spec.key_dim
-        keys = values[:size].reshape(spec.num_kv_heads, cache.block_size, spec.key_dim)
-        end = size + spec.num_kv_heads * cache.block_size * spec.value_dim
-        return raw, keys, values[size:end].reshape(spec.num_kv_heads, cache.block_size, spec.value_dim)
+        return self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes, stream)
 
     # ops ------------------------------------------------------------------------------------------------------------
 
@@ -194,10 +195,8 @@ class RefBackend(Backend):
             if slot < 0:
                 continue
             block, offset = divmod(slot, cache.block_size)
-            raw, k, v = self._block(cache, block, stream)
-            k[:, offset] = keys[t]
-            if values is not None:
-                v[:, offset] = values[t]
+            raw = self._block(cache, block, stream)
+            kv.write(raw, cache.spec, cache.block_size, offset, keys[t], values[t] if values is not None else None)
             if not isinstance(cache.buffer.handle, np.ndarray):
                 self._put(cache.buffer, cache.offset + block * cache.block_bytes, raw, stream)
 
@@ -236,11 +235,12 @@ class RefBackend(Backend):
         self, cache: Tensor, table: np.ndarray, length: int, value_dim: int, stream: Stream
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keys [n, K, Dk] and values [n, K, Dv] of one sequence, in order."""
-        blocks = [self._block(cache, b, stream) for b in table[: -(-length // cache.block_size)].tolist()]
-        keys = np.concatenate([k for _, k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+        found = table[: -(-length // cache.block_size)].tolist()
+        blocks = [kv.read(self._block(cache, b, stream), cache.spec, cache.block_size) for b in found]
+        keys = np.concatenate([k for k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
         if value_dim:
             return keys, keys[..., :value_dim]
-        return keys, np.concatenate([v for _, _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+        return keys, np.concatenate([v for _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
 
     def _op_act_mul(self, gate: Tensor, up: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
         g, u = self._read_all(stream, gate, up)

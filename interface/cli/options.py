@@ -34,6 +34,7 @@ _model = (
     click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
     click.option("--dtype-config", type=click.Path(dir_okay=False, path_type=Path), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
     click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
+    click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
     click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device.  [default: warn]"),
     click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
     click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file."),
@@ -88,7 +89,7 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     """`LoadOptions` from the values of `model_options`."""
     from ..loading import LoadOptions
 
-    names: tuple[str, ...] = ("backend", "threads", "ctx", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
+    names: tuple[str, ...] = ("backend", "threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
     names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize")
     chosen = {name: values[name] for name in names if name in values}
     if "group_size" in values:

@@ -50,6 +50,7 @@ def plan_command(model: str | None, **values: Any) -> None:
         click.echo(f"{key:22} {'unknown' if size is None else f'{size / (1 << 20):,.1f} MiB'}")
     if facts["mapped_bytes"]:
         click.echo(f"{'used from the file':22} {facts['mapped_bytes'] / (1 << 20):,.1f} MiB")
+    click.echo(f"{'cache per token':22} {facts['cache_bytes_per_token']:,} bytes{' (' + facts['kv_dtype'] + ')' if facts['kv_dtype'] else ''}")
     for line in facts["layers"]:
         click.echo(f"{'layers ' + line['layers']:22} {line['device']}")
     for layout, size in facts["weight_layouts"].items():
@@ -86,6 +87,8 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "weights_bytes": weights,
         "mapped_bytes": mapped,
         "cache_bytes": cache,
+        "cache_bytes_per_token": cache // (plan.limits.num_blocks * plan.limits.block_size),
+        "kv_dtype": planned.options.kv_dtype,
         "activations_bytes": activations,
         "total_bytes": weights + cache + activations,
         "available_bytes": planned.available_bytes,

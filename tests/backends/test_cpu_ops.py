@@ -370,10 +370,19 @@ def reference(q, position, keys, values, see, *, scale=0.125, softcap=0.0, sinks
 
 
 def stored(x, kv):
-    return x.astype(np.float16).astype(np.float32) if kv == "f16" else x
+    """What a cache of this type gives back for x [..., D]."""
+    if kv == "f16":
+        return x.astype(np.float16).astype(np.float32)
+    if kv == "bf16":
+        bits = x.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    if kv == "int8":
+        scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
+        return np.rint(x / scale).astype(np.float32) * scale
+    return x
 
 
-@pytest.fixture(scope="module", params=["f16", "f32"])
+@pytest.fixture(scope="module", params=["f16", "bf16", "f32", "int8"])
 def cached(request):
     """A backend per cache type."""
     kit = Bench(threads=2, kv_dtype=request.param)

@@ -8,6 +8,7 @@ as blocks of 4 and 8 bits, so that every kind of linear kernel is in the test.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from fastllm.core import _kernels
 from fastllm.core.engine import Engine
 from fastllm.core.errors import BackendUnavailable
 from fastllm.core.executor import Executor
+from fastllm.core.graph import with_kv_dtype
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
 from fastllm.core.plugins import BackendRegistry
@@ -42,12 +44,14 @@ def requantised(source: TensorSource, format: str) -> TensorSource:
 class House:
     """A tiny model on one backend; `answer` runs the request under given circumstances in an engine of its own."""
 
-    def __init__(self, name, format, backend, options):
+    def __init__(self, name, format, backend, options, kv_dtype=None):
         registry = BackendRegistry()
         self.files = open_model(FIXTURES / name)
         tensors = self.files.tensors
         self.tensors = tensors if format == "bf16" else {k: requantised(t, format) for k, t in tensors.items()}
         self.model = models.build("huggingface", self.files.architecture, json.loads((FIXTURES / name / "config.json").read_text()), self.tensors)
+        if kv_dtype is not None:
+            self.model = replace(self.model, graph=with_kv_dtype(self.model.graph, kv_dtype))
         try:
             self.name, self.backends = backend, {backend: registry.open(registry.select(backend), options)}
         except BackendUnavailable as error:
@@ -102,11 +106,22 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "format", "backend", "options"), CASES)
 def test_the_answer_depends_on_the_request_only(name, format, backend, options):
+    same_under_all_circumstances(name, format, backend, options)
+
+
+@pytest.mark.parametrize(("backend", "options"), [("ref", {}), ("cpu_avx", {}), ("cpu_avx", {"isa": "avx2"}), ("cpu_avx", {"isa": "baseline"})], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32", "int8"])
+def test_the_answer_depends_on_the_request_only_in_every_type_of_cache(kv_dtype, backend, options):
+    same_under_all_circumstances("llama", "q8_0" if backend == "cpu_avx" else "bf16", backend, options, kv_dtype, few=True)
+
+
+def same_under_all_circumstances(name, format, backend, options, kv_dtype=None, few=False):
+    """few: those in which a step's cache is read in pieces of other sizes than when it was written."""
     houses = []
     try:
         alone = []
         for threads in (1, 2) if backend == "cpu_avx" else (None,):
-            houses.append(House(name, format, backend, options | ({"threads": str(threads)} if threads else {})))
+            houses.append(House(name, format, backend, options | ({"threads": str(threads)} if threads else {}), kv_dtype))
             house = houses[-1]
             alone.append(house.answer())
             for circumstances in (
@@ -116,7 +131,7 @@ def test_the_answer_depends_on_the_request_only(name, format, backend, options):
                 {"others": 7},
                 {"hit": True},
                 {"hit": True, "chunk": 7, "others": 7},
-            ):
+            )[1 if few else 0 :: 5 if few else 1]:
                 assert house.answer(**circumstances) == alone[0], f"threads {threads}, {circumstances}"
         assert all(a == alone[0] for a in alone)
     finally:

@@ -171,6 +171,18 @@ def test_plan_measures_the_bandwidth_of_a_backend_that_can(run, tiny_model):
     assert facts["tokens_per_s_limit"] == pytest.approx(facts["read_bytes_per_s"] / facts["weight_bytes_per_token"])
 
 
+def test_plan_shows_the_bytes_of_each_type_of_cache(run, tiny_model):
+    facts = {d: json.loads(run("plan", tiny_model, "--json", "--no-measure", "--kv-dtype", d).out) for d in ("f16", "bf16", "f32", "int8")}
+    size = {d: f["cache_bytes_per_token"] for d, f in facts.items()}
+    assert size["int8"] < size["f16"] == size["bf16"] < size["f32"]
+    assert facts["int8"]["cache_bytes"] < facts["f16"]["cache_bytes"]
+    assert facts["int8"]["fallbacks"] == []
+    assert "(int8)" in run("plan", tiny_model, "--no-measure", "--kv-dtype", "int8").out
+    assert run("plan", tiny_model, "--kv-dtype", "int7").code == 2
+    done = run("run", tiny_model, "--prompt", "x", "-n", 2, "--kv-dtype", "int8", "--strict")
+    assert done.code == 0
+
+
 PARTIAL = """
 from fastllm.api import API_VERSION, BackendSpec, DeviceInfo, No, Ready, hookimpl
 from fastllm.backends.ref.backend import RefBackend

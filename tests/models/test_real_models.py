@@ -96,6 +96,18 @@ def test_cpu_avx_agrees_with_the_reference(name, act, bound, real_model_path):
     assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=bound)
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_smaller_cache_changes_the_perplexity_by_less_than_half_a_percent(name, kv_dtype, real_model_path):
+    ids = REFERENCE[MODELS[name]]["perplexity"]["ids"]
+    found = {}
+    for kept in ("f32", kv_dtype):
+        with Runner(real_model_path(name), "cpu_avx", {"act": "f32", "kv_dtype": kept}) as runner:
+            found[kept] = runner.perplexity(ids)
+    assert found[kv_dtype] == pytest.approx(found["f32"], rel=0.005)
+    assert found[kv_dtype] != found["f32"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_opencl_generic_agrees_with_the_reference(name, real_model_path):
     reference = REFERENCE[MODELS[name]]

@@ -2,14 +2,11 @@
 #include "kernels.h"
 
 int64_t fl_cache_block_bytes(const fl_cache *c) {
-    int64_t element = c->dtype == FL_DT_F16 ? 2 : 4;
-    int64_t tokens = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
-    int64_t head = (int64_t)c->key_dim * tokens + (int64_t)c->value_dim * c->block_size;
-    /* the kernels read whole vectors: up to seven elements behind the last one, which this padding holds */
-    return (head * c->heads * element + 32 + 63) / 64 * 64;
+    /* the kernels read whole vectors: up to fifteen elements behind the last one, which this padding holds */
+    return (fl_head_bytes(c) * c->heads + 15 * fl_element_bytes(c->dtype) + 63) / 64 * 64;
 }
 
 int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim) {
-    int64_t width = (value_dim + 15) / 16 * 16, row = FL_SUB + 8;
-    return (FL_TILE * (row + 2 * width) + key_dim * row + FL_SUB * width + 64) * (int64_t)sizeof(float);
+    int64_t width = ((int64_t)value_dim + 15) / 16 * 16, row = FL_SUB + 16;
+    return (FL_TILE * (row + 2 * width) + key_dim * row + FL_SUB * width + 2 * row + 64) * (int64_t)sizeof(float);
 }

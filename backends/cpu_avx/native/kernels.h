@@ -20,16 +20,34 @@ typedef struct {
     int32_t d1, d2, dtype;
 } fl_view;
 
-/* The cache of one attention layer. A block holds, head after head, keys then values:
+/* The cache of one attention layer. A block holds, head after head, keys, values and, for int8, their scales:
  *
- *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]      keys transposed: eight tokens are one vector
- *   values = prefix:  K [block_size][Dk]
+ *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]   f32 [block_size] of K   f32 [block_size] of V
+ *   values = prefix:  K [block_size][Dk]                             f32 [block_size] of K
+ *
+ * Keys are transposed, so that sixteen tokens are one vector. int8: element = code · scale, one scale per token and head.
  */
 typedef struct {
     char *p;
     int64_t block_bytes, num_blocks;
-    int32_t block_size, heads, key_dim, value_dim, dtype; /* dtype: FL_DT_F16 or FL_DT_F32 */
+    int32_t block_size, heads, key_dim, value_dim, dtype; /* dtype: FL_DT_F32, F16, BF16 or I8 */
 } fl_cache;
+
+static inline int64_t fl_element_bytes(int32_t dtype) { return dtype == FL_DT_F32 ? 4 : dtype == FL_DT_I8 ? 1 : 2; }
+/* tokens from one row of transposed keys to the next */
+static inline int64_t fl_key_stride(const fl_cache *c) { return ((int64_t)c->block_size + 15) / 16 * 16; }
+/* bytes from a head's begin to its values, to its scales and to the next head */
+static inline int64_t fl_values_at(const fl_cache *c) {
+    return (c->value_dim ? fl_key_stride(c) : c->block_size) * c->key_dim * fl_element_bytes(c->dtype);
+}
+static inline int64_t fl_scales_at(const fl_cache *c) {
+    int64_t end = fl_values_at(c) + (int64_t)c->block_size * c->value_dim * fl_element_bytes(c->dtype);
+    return c->dtype == FL_DT_I8 ? (end + 3) / 4 * 4 : end;
+}
+static inline int64_t fl_head_bytes(const fl_cache *c) {
+    int64_t scales = c->dtype == FL_DT_I8 ? (c->value_dim ? 2 : 1) * (int64_t)c->block_size * 4 : 0;
+    return fl_scales_at(c) + scales;
+}
 
 int64_t fl_cache_block_bytes(const fl_cache *cache); /* from everything but block_bytes */
 
@@ -48,7 +66,7 @@ typedef struct {
 enum {
     FL_RANGE = 512,
     FL_SUB = 64,
-    FL_TILE = 32
+    FL_TILE = 64
 }; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
 
 /* How the experts of a row are chosen: the attributes of route_topk. */

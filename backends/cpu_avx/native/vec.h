@@ -19,6 +19,10 @@
 
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
 FL_INLINE f32x8 set8(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
@@ -96,12 +100,6 @@ FL_INLINE acc8 acc8_fma(acc8 c, float x, f32x8 u) {
 #endif
 
 FL_INLINE float sum8(f32x8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
-FL_INLINE float top8(f32x8 v) {
-    float m = v[0];
-    for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m;
-    return m;
-}
-
 /* Half precision (IEEE binary16), exact to f32 and rounded to nearest even from f32. */
 FL_INLINE f32x8 half8(const uint16_t *p) {
 #if defined(__F16C__)
@@ -154,6 +152,53 @@ FL_INLINE float bfloat1(uint16_t h) {
     return out;
 }
 
+FL_INLINE uint16_t to_bfloat1(float x) { /* to nearest even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+FL_INLINE f32x8 bfloat8(const uint16_t *p) {
+    u32x8 h = {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]};
+    return (f32x8)(h << 16);
+}
+FL_INLINE f32x8 ints8(const int8_t *p) {
+    i32x8 v = {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]};
+    return __builtin_convertvector(v, f32x8);
+}
+
+/* Sums of products as wide as the variant's registers: FL_WIDE lanes. `wide` is an operand, `wide_sum` a running sum of one fused
+ * multiply-add per term; a lane's bits do not depend on the number of lanes. */
+#if defined(__AVX512F__) && !defined(FL_EMULATE)
+#define FL_WIDE 16
+typedef __m512 wide;
+typedef __m512 wide_sum;
+FL_INLINE wide wide_f32(const float *p) { return _mm512_loadu_ps(p); }
+FL_INLINE wide wide_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+FL_INLINE wide wide_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+FL_INLINE wide wide_i8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+FL_INLINE void wide_store(float *p, wide v) { _mm512_storeu_ps(p, v); }
+FL_INLINE wide_sum wide_sum_of(wide v) { return v; }
+FL_INLINE wide wide_value(wide_sum s) { return s; }
+FL_INLINE wide_sum wide_fma(wide_sum c, float x, wide u) { return _mm512_fmadd_ps(_mm512_set1_ps(x), u, c); }
+#else
+#define FL_WIDE 8
+typedef f32x8 wide;
+typedef acc8 wide_sum;
+FL_INLINE wide wide_f32(const float *p) { return load8(p); }
+FL_INLINE wide wide_f16(const uint16_t *p) { return half8(p); }
+FL_INLINE wide wide_bf16(const uint16_t *p) { return bfloat8(p); }
+FL_INLINE wide wide_i8(const int8_t *p) { return ints8(p); }
+FL_INLINE void wide_store(float *p, wide v) { store8(p, v); }
+FL_INLINE wide_sum wide_sum_of(wide v) { return acc8_of(v); }
+FL_INLINE wide wide_value(wide_sum s) { return acc8_value(s); }
+FL_INLINE wide_sum wide_fma(wide_sum c, float x, wide u) { return acc8_fma(c, x, u); }
+#endif
+
 /* 2^n for −126 ≤ n ≤ 127, as bits. */
 FL_INLINE f32x8 pow2_8(i32x8 n) { return (f32x8)((n + 127) << 23); }
 
@@ -177,6 +222,61 @@ FL_INLINE f32x8 exp8(f32x8 x) {
     f32x8 y = p * pow2_8(half) * pow2_8(n - half);
     return select8(x != x, x, y);
 }
+
+/* Sixteen lanes, for the softmax of attention: one register or two, the same bits. */
+FL_INLINE f32x16 load16(const float *p) {
+    f32x16 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+FL_INLINE void store16(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
+FL_INLINE f32x16 set16(float x) { return x - (f32x16){0}; }
+FL_INLINE f32x16 max16(f32x16 a, f32x16 b) { /* NaN in either gives b */
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    i32x16 more = a > b;
+    return (f32x16)(((i32x16)a & more) | ((i32x16)b & ~more));
+#endif
+}
+FL_INLINE f32x8 low8(f32x16 v) {
+    f32x8 h;
+    memcpy(&h, &v, sizeof h);
+    return h;
+}
+FL_INLINE f32x8 high8(f32x16 v) {
+    f32x8 h;
+    memcpy(&h, (const char *)&v + sizeof h, sizeof h);
+    return h;
+}
+
+/* Over the lanes, in one order. The largest of lanes that are no NaN. */
+FL_INLINE float sum16(f32x16 v) { return sum8(low8(v) + high8(v)); }
+FL_INLINE float top16(f32x16 v) {
+    f32x8 eight = max8(low8(v), high8(v));
+    f32x4 a, b;
+    memcpy(&a, &eight, sizeof a);
+    memcpy(&b, (const char *)&eight + sizeof a, sizeof b);
+    i32x4 more = a > b;
+    a = (f32x4)(((i32x4)a & more) | ((i32x4)b & ~more));
+    float first = a[0] > a[1] ? a[0] : a[1], second = a[2] > a[3] ? a[2] : a[3];
+    return first > second ? first : second;
+}
+
+/* 2^x for x ≤ 0 within 1.5 ulp, and exactly 1 for 0; 0 below −126: beside a weight of 1, what a denormal adds is lost. x = n + f with
+ * |f| ≤ ½; the polynomial is the minimax one of degree 5 with p(0) = 1. NaN stays NaN. */
+FL_INLINE f32x16 exp2_16(f32x16 x) {
+    f32x16 t = x + 12582912.0f; /* 1.5·2^23: the sum's low bits are n */
+    f32x16 f = x - (t - 12582912.0f);
+    f32x16 p = 1.32647273e-3f * f + 9.67151299e-3f;
+    p = p * f + 5.55073358e-2f;
+    p = p * f + 0.240222424f;
+    p = p * f + 0.693147004f;
+    p = p * f + 1.0f;
+    i32x16 power = ((i32x16)t - (0x4b400000 - 127)) << 23, tiny = x < -126.0f;
+    return (f32x16)((i32x16)(p * (f32x16)power) & ~tiny);
+}
+FL_INLINE float exp2_1(float x) { return exp2_16(set16(x))[0]; }
 
 /* tanh x (Cephes): an odd polynomial below 0.625, 1 − 2/(e^{2x} + 1) above. */
 FL_INLINE f32x8 tanh8(f32x8 x) {

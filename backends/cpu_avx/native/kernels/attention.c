@@ -3,19 +3,32 @@
  * One *unit* is up to FL_TILE (row, head) pairs of one sequence that share one kv head. Keys are taken in steps of FL_SUB tokens at fixed
  * places of the context; scores and weights of a step stay in L1:
  *
- *     scores s[q][64] = q · K      eight tokens a vector, since a block holds keys transposed: K [Dk][tokens]
- *     weights p = e^(s − max)      running maximum and sum per (row, head), old sums scaled by e^(old max − new max)
+ *     scores s[q][64] = q · K      sixteen tokens a vector, since a block holds keys transposed: K [Dk][tokens]
+ *     weights p = 2^(s − max)      scores times log2 e; running maximum and sums per (row, head), old sums scaled by 2^(old max − new max)
  *     acc[q][Dv] += p · V          over the tokens which this row sees and no others: an unused slot may hold NaN
+ *
+ * Both products are `product_n`: a register block of FL_Q pairs × FL_V vectors, one fused multiply-add per term, terms in ascending
+ * order. Cached elements become f32 on the way (exactly), either in that loop or, where a unit has many pairs, once before it in scratch
+ * (`stage`). For int8 the codes are multiplied; scores take the scale of each key after the sum, and weights that of each value before.
  *
  * Steps are summed within ranges of FL_RANGE keys, and the ranges' results are merged in ascending order. A unit may cover one range
  * (several threads then share a long context, and `attention_merge` adds up what they left) or all of them: the arithmetic is the
- * same, so bits depend neither on the threads, nor on the batch, nor on how a prompt was cut. Where a unit has many pairs, or values
- * are a prefix of the keys, a step's keys and values are first brought to f32 in scratch, which does not change a value.
+ * same, so bits depend neither on the threads, nor on the batch, nor on how a prompt was cut.
  */
 #include "ops.h"
 #include "vec.h"
 
-enum { SROW = FL_SUB + 8, MAX_WIDTH = 1024 };
+/* Register block of a product: FL_Q * FL_V sums, FL_V operands and one factor fit the registers (32, or 16). */
+#if FL_WIDE == 16
+enum { FL_Q = 6, FL_V = 4 };
+#elif defined(__FMA__)
+enum { FL_Q = 6, FL_V = 2 };
+#else
+enum { FL_Q = 4, FL_V = 2 };
+#endif
+enum { SROW = FL_SUB + 16, STAGED = 16, MAX_WIDTH = 1024 }; /* STAGED: pairs from which on a step is brought to f32 first */
+
+#define LOG2_E 1.44269504f
 
 typedef struct {
     int64_t lo, hi; /* keys [lo, hi) that a row sees */
@@ -33,121 +46,101 @@ FL_INLINE span visible(const fl_attention *a, int64_t s, int64_t row) {
     return v;
 }
 
-FL_INLINE f32x8 load_any(const void *p, int64_t i, int half) {
-    return half ? half8((const uint16_t *)p + i) : load8((const float *)p + i);
-}
-FL_INLINE const void *at(const void *p, int64_t i, int half) { return (const char *)p + i * (half ? 2 : 4); }
+FL_INLINE const char *at(const char *p, int64_t i, int dtype) { return p + i * fl_element_bytes(dtype); }
 
-/* s[i][0…count) = q[i] · k for n queries; k [D] rows of `stride` tokens. Writes whole vectors. */
-FL_INLINE void scores_n(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s,
-                        int32_t count) {
-    for (int32_t o = 0; o < count; o += 16) {
-        acc8 a[4], b[4];
-        for (int i = 0; i < n; i++) a[i] = b[i] = acc8_of(set8(0.0f));
-        if (o + 8 < count) {
-            for (int32_t d = 0; d < D; d++) {
-                f32x8 u = load_any(k, d * stride + o, half), v = load_any(k, d * stride + o + 8, half);
-                for (int i = 0; i < n; i++) {
-                    a[i] = acc8_fma(a[i], q[i][d], u);
-                    b[i] = acc8_fma(b[i], q[i][d], v);
-                }
-            }
-            for (int i = 0; i < n; i++)
-                store8(s + i * SROW + o, acc8_value(a[i])), store8(s + i * SROW + o + 8, acc8_value(b[i]));
-        } else {
-            for (int32_t d = 0; d < D; d++) {
-                f32x8 u = load_any(k, d * stride + o, half);
-                for (int i = 0; i < n; i++) a[i] = acc8_fma(a[i], q[i][d], u);
-            }
-            for (int i = 0; i < n; i++) store8(s + i * SROW + o, acc8_value(a[i]));
+FL_INLINE wide load_wide(const char *p, int64_t i, int dtype) {
+    const char *e = at(p, i, dtype);
+    if (dtype == FL_DT_F16) return wide_f16((const uint16_t *)e);
+    if (dtype == FL_DT_BF16) return wide_bf16((const uint16_t *)e);
+    if (dtype == FL_DT_I8) return wide_i8((const int8_t *)e);
+    return wide_f32((const float *)e);
+}
+
+/* y[i][c] (+)= Σ_k x[i][k] · b[k][c] for Q pairs i, V vectors of columns c and k in [k0, k1), ascending; b has rows of `ldb` elements.
+ * `ahead`: while row k is used, row k of the matrix there is fetched, which is needed next. */
+FL_INLINE void product_n(int Q, int V, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
+                         const char *ahead, float *const *y, int32_t column, int add) {
+    wide_sum sum[6][4];
+    for (int i = 0; i < Q; i++)
+        for (int v = 0; v < V; v++) {
+            const wide none = {0};
+            sum[i][v] = wide_sum_of(add ? wide_f32(y[i] + column + v * FL_WIDE) : none);
         }
+    for (int32_t k = k0; k < k1; k++) {
+        wide u[4];
+        for (int v = 0; v < V; v++) u[v] = load_wide(b, k * ldb + column + v * FL_WIDE, dtype);
+        if (ahead)
+            for (int64_t line = 0; line < V * FL_WIDE * fl_element_bytes(dtype); line += 64)
+                __builtin_prefetch(at(ahead, k * ldb + column, dtype) + line);
+        for (int i = 0; i < Q; i++)
+            for (int v = 0; v < V; v++) sum[i][v] = wide_fma(sum[i][v], x[i][k], u[v]);
     }
+    for (int i = 0; i < Q; i++)
+        for (int v = 0; v < V; v++) wide_store(y[i] + column + v * FL_WIDE, wide_value(sum[i][v]));
 }
 
-/* acc[i] += Σ_j p[i][j] · v[j] for tokens [j0, j1), ascending; rows of v and acc are read and written in whole vectors. */
-FL_INLINE void values_n(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half,
-                        float *const *acc, int32_t width) {
-    for (int32_t c = 0; c < width; c += 16) {
-        acc8 a[4], b[4];
-        if (c + 8 < width) {
-            for (int i = 0; i < n; i++) a[i] = acc8_of(load8(acc[i] + c)), b[i] = acc8_of(load8(acc[i] + c + 8));
-            for (int32_t j = j0; j < j1; j++) {
-                f32x8 x = load_any(v, j * ldv + c, half), y = load_any(v, j * ldv + c + 8, half);
-                for (int i = 0; i < n; i++) {
-                    a[i] = acc8_fma(a[i], p[i][j], x);
-                    b[i] = acc8_fma(b[i], p[i][j], y);
-                }
-            }
-            for (int i = 0; i < n; i++) store8(acc[i] + c, acc8_value(a[i])), store8(acc[i] + c + 8, acc8_value(b[i]));
-        } else {
-            for (int i = 0; i < n; i++) a[i] = acc8_of(load8(acc[i] + c));
-            for (int32_t j = j0; j < j1; j++) {
-                f32x8 x = load_any(v, j * ldv + c, half);
-                for (int i = 0; i < n; i++) a[i] = acc8_fma(a[i], p[i][j], x);
-            }
-            for (int i = 0; i < n; i++) store8(acc[i] + c, acc8_value(a[i]));
-        }
-    }
+/* All columns [0, width) for Q pairs. Writes whole vectors. */
+FL_INLINE void product_rows(int Q, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
+                            const char *ahead, float *const *y, int32_t width, int add) {
+    int32_t c = 0;
+    for (; c + FL_V * FL_WIDE <= width; c += FL_V * FL_WIDE) product_n(Q, FL_V, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
+    for (; FL_V == 4 && c + FL_WIDE < width; c += 2 * FL_WIDE) product_n(Q, 2, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
+    for (; c < width; c += FL_WIDE) product_n(Q, 1, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
 }
 
-#define DISPATCH(n, half, CALL)                                                                                                \
-    switch (n * 2 + half) {                                                                                                    \
-    case 2:                                                                                                                    \
-        CALL(1, 0);                                                                                                            \
-        break;                                                                                                                 \
-    case 3:                                                                                                                    \
-        CALL(1, 1);                                                                                                            \
-        break;                                                                                                                 \
-    case 4:                                                                                                                    \
-        CALL(2, 0);                                                                                                            \
-        break;                                                                                                                 \
-    case 5:                                                                                                                    \
-        CALL(2, 1);                                                                                                            \
-        break;                                                                                                                 \
-    case 6:                                                                                                                    \
-        CALL(3, 0);                                                                                                            \
-        break;                                                                                                                 \
-    case 7:                                                                                                                    \
-        CALL(3, 1);                                                                                                            \
-        break;                                                                                                                 \
-    case 8:                                                                                                                    \
-        CALL(4, 0);                                                                                                            \
-        break;                                                                                                                 \
-    default:                                                                                                                   \
-        CALL(4, 1);                                                                                                            \
-        break;                                                                                                                 \
-    }
-
-static void scores(int n, const float *const *q, int32_t D, const void *k, int64_t stride, int half, float *s, int32_t count) {
-#define CALL(N, H) scores_n(N, q, D, k, stride, H, s, count)
-    DISPATCH(n, half, CALL)
-#undef CALL
+/* Any number of pairs up to FL_Q, for one type of b. */
+FL_INLINE void product_typed(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
+                             const char *ahead, float *const *y, int32_t width, int add) {
+    if (n == 1) product_rows(1, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (n == 2)
+        product_rows(2, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (n == 3)
+        product_rows(3, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (n == 4)
+        product_rows(4, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (n == 5)
+        product_rows(5, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+    else
+        product_rows(6, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
 }
 
-static void values(int n, const float *const *p, int32_t j0, int32_t j1, const void *v, int64_t ldv, int half,
-                   float *const *acc, int32_t width) {
-#define CALL(N, H) values_n(N, p, j0, j1, v, ldv, H, acc, width)
-    if (j0 < j1) DISPATCH(n, half, CALL)
-#undef CALL
+static void product(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
+                    const char *ahead, float *const *y, int32_t width, int add) {
+    if (k0 >= k1 && add) return;
+    if (dtype == FL_DT_F16) product_typed(n, FL_DT_F16, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (dtype == FL_DT_BF16)
+        product_typed(n, FL_DT_BF16, x, k0, k1, b, ldb, ahead, y, width, add);
+    else if (dtype == FL_DT_I8)
+        product_typed(n, FL_DT_I8, x, k0, k1, b, ldb, ahead, y, width, add);
+    else
+        product_typed(n, FL_DT_F32, x, k0, k1, b, ldb, NULL, y, width, add);
 }
 
-/* One value for up to four queries: the tokens that all of them see together, the rest one by one, each in ascending order. */
-static void values_spans(int n, const float *const *p, const int32_t *from, const int32_t *to, int32_t j0, int32_t j1,
-                         const void *v, int64_t ldv, int half, float *const *acc, int32_t width) {
+/* Pairs of the next product, of those left: parts of equal size rather than one small rest. */
+FL_INLINE int share(int left) {
+    int parts = (left + FL_Q - 1) / FL_Q;
+    return (left + parts - 1) / parts;
+}
+
+/* acc[i] += Σ_j p[i][j] · v[j] over the tokens [from[i], to[i]) of [j0, j1), for up to FL_Q pairs: the tokens that all of them see
+ * together, the rest one by one, each in ascending order. */
+static void values_spans(int n, int dtype, const float *const *p, const int32_t *from, const int32_t *to, int32_t j0,
+                         int32_t j1, const char *v, int64_t ldv, const char *ahead, float *const *acc, int32_t width) {
     int32_t lo = j0, hi = j1;
     for (int i = 0; i < n; i++) {
         if (from[i] > lo) lo = from[i];
         if (to[i] < hi) hi = to[i];
     }
+    if (lo > j1) lo = j1;
     if (hi < lo) hi = lo;
     for (int i = 0; i < n; i++) {
         int32_t a = from[i] > j0 ? from[i] : j0, b = to[i] < lo ? to[i] : lo;
-        values(1, p + i, a, b, v, ldv, half, acc + i, width);
+        product(1, dtype, p + i, a, b, v, ldv, NULL, acc + i, width, 1);
     }
-    values(n, p, lo, hi, v, ldv, half, acc, width);
+    product(n, dtype, p, lo, hi, v, ldv, ahead, acc, width, 1);
     for (int i = 0; i < n; i++) {
         int32_t a = from[i] > hi ? from[i] : hi, b = to[i] < j1 ? to[i] : j1;
-        values(1, p + i, a, b, v, ldv, half, acc + i, width);
+        product(1, dtype, p + i, a, b, v, ldv, NULL, acc + i, width, 1);
     }
 }
 
@@ -159,7 +152,7 @@ FL_INLINE void merge(float *M, float *L, float *O, float m, float l, const float
         return;
     }
     float top = *M > m ? *M : m;
-    float a = exp1(*M - top), b = exp1(m - top);
+    float a = exp2_1(*M - top), b = exp2_1(m - top);
     *M = top;
     *L = *L * a + l * b;
     for (int32_t c = 0; c < width; c += 8) store8(O + c, load8(O + c) * a + load8(acc + c) * b);
@@ -169,9 +162,9 @@ FL_INLINE void finish(const fl_attention *a, int64_t row, int32_t head, float M,
     float *y = (float *)a->out.p + row * a->out.s0 + head * a->out.s1;
     float factor = 1.0f;
     if (a->sinks) {
-        float sink = a->sinks[head], top = M > sink ? M : sink;
-        factor = exp1(M - top);
-        L = L * factor + exp1(sink - top);
+        float sink = a->sinks[head] * LOG2_E, top = M > sink ? M : sink;
+        factor = exp2_1(M - top);
+        L = L * factor + exp2_1(sink - top);
     }
     for (int32_t c = 0; c < a->value_dim; c++) y[c] = O[c] * factor / L;
 }
@@ -201,72 +194,179 @@ void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t s, int64_t row, 
     finish(a, row, head, M, L, O);
 }
 
-/* Softmax step of one query over its tokens [from, to) of a step: s becomes weights; the running m, l and acc are brought along. */
-static void softmax_step(const fl_attention *a, float *s, int32_t from, int32_t to, float slope, float distance, float *m,
-                         float *l, float *acc, int32_t width) {
-    int32_t v0 = from / 8, v1 = (to + 7) / 8;
-    const f32x8 iota = {0, 1, 2, 3, 4, 5, 6, 7};
-    f32x8 top = set8(-INFINITY);
-    for (int32_t i = v0; i < v1; i++) {
-        f32x8 x = load8(s + 8 * i) * a->scale;
-        if (a->softcap > 0.0f) x = a->softcap * tanh8(x / a->softcap);
-        if (a->slopes) x = x + slope * (iota + (float)(8 * i) + distance);
-        store8(s + 8 * i, x);
-    }
-    for (int32_t j = 8 * v0; j < from; j++) s[j] = -INFINITY;
-    for (int32_t j = to; j < 8 * v1; j++) s[j] = -INFINITY;
-    for (int32_t i = v0; i < v1; i++) top = max8(load8(s + 8 * i), top);
-    float now = top8(top);
-    now = now > *m ? now : *m;
-    if (now == -INFINITY) { /* nothing above −inf so far: weights are zero, or NaN where a score is */
-        for (int32_t j = from; j < to; j++) {
-            s[j] = s[j] != s[j] ? s[j] : 0.0f;
-            *l += s[j];
+/* Scores and weights of one step of a unit. */
+typedef struct {
+    int32_t n, lo, hi;                  /* pairs; the tokens that any of them sees */
+    int32_t from[FL_TILE], to[FL_TILE]; /* the tokens that each sees */
+    float *score[FL_TILE], *acc[FL_TILE];
+    float m[FL_TILE], l[FL_TILE][16]; /* running maximum, and sum of weights in sixteen parts */
+    float slope[FL_TILE], distance[FL_TILE];
+} step;
+
+/* Final scores of a pair: scaled, capped and biased, in units of log 2; −inf where it does not see a token. Returns the largest. */
+FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i, const float *kscale) {
+    const f32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int32_t from = w->from[i], to = w->to[i];
+    float *s = w->score[i];
+    f32x16 top = set16(-INFINITY);
+    for (int32_t j = from / 16 * 16; j < to; j += 16) {
+        f32x16 x = load16(s + j);
+        if (kscale) x = x * load16(kscale + j);
+        if (a->softcap > 0.0f) {
+            f32x8 cap = set8(a->softcap);
+            x = x * a->scale;
+            store8(s + j, cap * tanh8(low8(x) / cap)), store8(s + j + 8, cap * tanh8(high8(x) / cap));
+            x = load16(s + j) * LOG2_E;
+        } else {
+            x = x * (a->scale * LOG2_E);
         }
-        return;
+        if (a->slopes) x = x + (w->slope[i] * LOG2_E) * (iota + (float)j + w->distance[i]);
+        if (j < from || j + 16 > to) {
+            i32x16 seen = (iota + (float)j >= (float)from) & (iota + (float)j < (float)to);
+            x = (f32x16)(((i32x16)x & seen) | ((i32x16)set16(-INFINITY) & ~seen));
+        }
+        store16(s + j, x);
+        top = max16(x, top);
     }
-    float keep = exp1(*m - now);
-    f32x8 sum = set8(0.0f);
-    for (int32_t i = v0; i < v1; i++) {
-        f32x8 w = exp8(load8(s + 8 * i) - now);
-        store8(s + 8 * i, w);
-        sum += w;
-    }
-    *m = now;
-    *l = *l * keep + sum8(sum);
-    if (keep != 1.0f)
-        for (int32_t c = 0; c < width; c += 8) store8(acc + c, load8(acc + c) * keep);
+    return top16(top);
 }
 
-/* Keys [from, to) of a step (from its first token) to f32: kt [Dk][SROW], v [64][width]. */
-static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to, float *kt,
-                  float *v, int32_t value_dim, int32_t width) {
-    int half = c->dtype == FL_DT_F16;
-    int64_t padded = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
-    int64_t head_size = c->key_dim * padded + (int64_t)c->value_dim * c->block_size;
-    for (int32_t j = from; j < to;) {
-        int64_t block = (first + j) / c->block_size, offset = (first + j) % c->block_size;
-        int32_t count = (int32_t)(c->block_size - offset < to - j ? c->block_size - offset : to - j);
-        const void *k = at(c->p + blocks[block] * c->block_bytes, head * head_size, half);
-        if (c->value_dim) {
-            for (int32_t d = 0; d < c->key_dim; d++)
-                for (int32_t o = 0; o < count; o += 8)
-                    store8(kt + d * SROW + j + o, load_any(k, d * padded + offset + o, half));
-            const void *values = at(k, c->key_dim * padded, half);
-            for (int32_t o = 0; o < count; o++)
-                for (int32_t e = 0; e < width; e += 8)
-                    if (e < value_dim) store8(v + (j + o) * width + e, load_any(values, (offset + o) * c->value_dim + e, half));
-        } else {
-            for (int32_t o = 0; o < count; o++) {
-                const void *row = at(k, (offset + o) * c->key_dim, half);
-                for (int32_t d = 0; d < c->key_dim; d += 8) {
-                    f32x8 x = load_any(row, d, half);
-                    if (d < value_dim) store8(v + (j + o) * width + d, x);
-                    for (int32_t i = 0; i < 8 && d + i < c->key_dim; i++) kt[(d + i) * SROW + j + o] = x[i];
-                }
+/* Scores of a step become weights; the running m, l and acc of every pair are brought along. kscale, vscale: of the keys and values of
+ * the step, NULL where the cache holds none. */
+static void step_softmax(const fl_attention *a, step *w, const float *kscale, const float *vscale, int32_t width) {
+    float keep[FL_TILE] = {0.0f};
+    for (int32_t i = 0; i < w->n; i++) {
+        if (w->from[i] >= w->to[i]) continue;
+        float top = largest_score(a, w, i, kscale), now = top > w->m[i] ? top : w->m[i];
+        keep[i] = now > w->m[i] ? w->m[i] - now : 0.0f;
+        w->m[i] = now;
+    }
+    for (int32_t i = 0; i < w->n; i += 16) store16(keep + i, exp2_16(load16(keep + i)));
+    for (int32_t i = 0; i < w->n; i++) {
+        float *s = w->score[i], *l = w->l[i], *acc = w->acc[i];
+        int32_t from = w->from[i], to = w->to[i];
+        if (from >= to) continue;
+        if (w->m[i] == -INFINITY) { /* nothing above −inf so far: weights are zero, or NaN where a score is */
+            for (int32_t j = from; j < to; j++) {
+                s[j] = s[j] != s[j] ? s[j] : 0.0f;
+                l[0] += s[j];
             }
+            continue;
         }
-        j += count;
+        f32x16 sum = load16(l) * keep[i];
+        for (int32_t j = from / 16 * 16; j < to; j += 16) {
+            f32x16 p = exp2_16(load16(s + j) - w->m[i]);
+            sum += p;
+            store16(s + j, vscale ? p * load16(vscale + j) : p);
+        }
+        store16(l, sum);
+        if (keep[i] != 1.0f)
+            for (int32_t c = 0; c < width; c += 16) store16(acc + c, load16(acc + c) * keep[i]);
+    }
+}
+
+/* The part of a block that a step reads: tokens j … j + count − 1 of the step. */
+typedef struct {
+    const char *head; /* of the block */
+    int64_t offset;   /* tokens from the block's begin */
+    int32_t count;
+} piece;
+
+FL_INLINE piece piece_at(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t j, int32_t end) {
+    int64_t block = (first + j) / c->block_size, offset = (first + j) % c->block_size, left = c->block_size - offset;
+    return (piece){c->p + blocks[block] * c->block_bytes + head * fl_head_bytes(c), offset,
+                   (int32_t)(left < end - j ? left : end - j)};
+}
+
+/* Scales of the keys [from, to) of a step and of their values. */
+static void stage_scales(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
+                         float *kscale, float *vscale) {
+    for (int32_t j = from; j < to;) {
+        piece part = piece_at(c, blocks, head, first, j, to);
+        const float *scales = (const float *)(part.head + fl_scales_at(c)) + part.offset;
+        memcpy(kscale + j, scales, (size_t)part.count * sizeof(float));
+        memcpy(vscale + j, scales + (c->value_dim ? c->block_size : 0), (size_t)part.count * sizeof(float));
+        j += part.count;
+    }
+}
+
+/* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]. */
+static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to, float *kt,
+                  float *v, int32_t width) {
+    const int dtype = c->dtype;
+    int64_t stride = fl_key_stride(c);
+    for (int32_t j = from; j < to;) {
+        piece part = piece_at(c, blocks, head, first, j, to);
+        if (c->value_dim) {
+            const char *values = part.head + fl_values_at(c);
+            for (int32_t d = 0; d < c->key_dim; d++)
+                for (int32_t o = 0; o < part.count; o += FL_WIDE)
+                    wide_store(kt + d * SROW + j + o, load_wide(part.head, d * stride + part.offset + o, dtype));
+            for (int32_t o = 0; o < part.count; o++)
+                for (int32_t e = 0; e < width; e += FL_WIDE)
+                    wide_store(v + (j + o) * width + e, load_wide(values, (part.offset + o) * c->value_dim + e, dtype));
+        } else {
+            for (int32_t o = 0; o < part.count; o++)
+                for (int32_t d = 0; d < c->key_dim; d += FL_WIDE) {
+                    float x[FL_WIDE];
+                    wide_store(x, load_wide(part.head, (part.offset + o) * c->key_dim + d, dtype));
+                    if (d < width) memcpy(v + (j + o) * width + d, x, sizeof x);
+                    for (int32_t i = 0; i < FL_WIDE && d + i < c->key_dim; i++) kt[(d + i) * SROW + j + o] = x[i];
+                }
+        }
+        j += part.count;
+    }
+}
+
+/* score[i][j] = q[i] · key j, for all tokens of the step. */
+static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
+                        const float *const *q, const float *staged) {
+    for (int32_t j = staged ? w->lo / FL_WIDE * FL_WIDE : w->lo; j < w->hi;) {
+        piece part = {(const char *)(staged + j), 0, w->hi - j};
+        const char *keys = part.head, *values = NULL;
+        int64_t stride = SROW;
+        if (!staged) {
+            part = piece_at(c, blocks, head, first, j, w->hi);
+            keys = at(part.head, part.offset, c->dtype), stride = fl_key_stride(c);
+            values = part.head + fl_values_at(c);
+        }
+        for (int32_t i = 0; i < w->n;) {
+            int k = share(w->n - i);
+            float *y[6];
+            for (int x = 0; x < k; x++) y[x] = w->score[i + x] + j;
+            product(k, staged ? FL_DT_F32 : c->dtype, q + i, 0, c->key_dim, keys, stride, i ? NULL : values, y, part.count, 0);
+            i += k;
+        }
+        j += part.count;
+    }
+}
+
+/* acc[i] += Σ_j p[i][j] · value j */
+static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
+                        const float *staged, int32_t value_dim, int32_t width, int64_t end) {
+    for (int32_t j = w->lo; j < w->hi;) {
+        piece part = {(const char *)staged, 0, w->hi - j};
+        const char *values = part.head, *ahead = NULL;
+        int64_t ldv = width;
+        int32_t base = 0; /* the token of the step that is row 0 of `values` */
+        if (!staged) {
+            part = piece_at(c, blocks, head, first, j, w->hi);
+            values = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), ldv = c->value_dim, base = j;
+            if (first + j + part.count < end) ahead = piece_at(c, blocks, head, first, j + part.count, SROW).head;
+        }
+        for (int32_t i = 0; i < w->n;) {
+            int32_t f[6], t[6];
+            const float *p[6];
+            int k = share(w->n - i);
+            for (int x = 0; x < k; x++) {
+                p[x] = w->score[i + x] + base;
+                f[x] = w->from[i + x] - base, t[x] = w->to[i + x] - base;
+            }
+            values_spans(k, staged ? FL_DT_F32 : c->dtype, p, f, t, j - base, j - base + part.count, values, ldv,
+                         i ? NULL : ahead, w->acc + i, value_dim);
+            i += k;
+        }
+        j += part.count;
     }
 }
 
@@ -274,105 +374,68 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                                 int32_t range1, void *scratch) {
     const fl_cache *c = &a->cache;
     const int32_t *blocks = a->block_table + s * a->table_stride;
-    int half = c->dtype == FL_DT_F16;
     int32_t group = a->heads / c->heads, width = (a->value_dim + 15) / 16 * 16;
-    int64_t padded = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
-    int64_t head_size = c->key_dim * padded + (int64_t)c->value_dim * c->block_size;
     float *sc = scratch, *acc = sc + FL_TILE * SROW, *total = acc + FL_TILE * width, *kt = total + FL_TILE * width,
-          *vt = kt + (int64_t)c->key_dim * SROW;
+          *vt = kt + (int64_t)c->key_dim * SROW, *kscale = vt + FL_SUB * width, *vscale = kscale + SROW;
+    int scaled = c->dtype == FL_DT_I8;
 
     for (int32_t h0 = 0; h0 < group; h0 += FL_TILE) {
-        int32_t heads = group - h0 < FL_TILE ? group - h0 : FL_TILE, n = heads * (int32_t)(row1 - row0);
+        int32_t heads = group - h0 < FL_TILE ? group - h0 : FL_TILE;
+        step w = {.n = heads * (int32_t)(row1 - row0)};
         span see[FL_TILE], all = {INT64_MAX, 0};
         const float *q[FL_TILE];
-        float M[FL_TILE], L[FL_TILE], m[FL_TILE], l[FL_TILE];
-        for (int32_t i = 0; i < n; i++) {
+        float M[FL_TILE], L[FL_TILE];
+        for (int32_t i = 0; i < w.n; i++) {
             int64_t row = row0 + i / heads;
             see[i] = visible(a, s, row);
             q[i] = (const float *)a->q.p + row * a->q.s0 + (kv_head * group + h0 + i % heads) * a->q.s1;
+            w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
+            w.slope[i] = a->slopes ? a->slopes[kv_head * group + h0 + i % heads] : 0.0f;
             M[i] = -INFINITY, L[i] = 0.0f;
             if (see[i].lo >= see[i].hi) continue;
             if (see[i].lo < all.lo) all.lo = see[i].lo;
             if (see[i].hi > all.hi) all.hi = see[i].hi;
         }
-        if (!a->partials) memset(total, 0, (size_t)(n * width) * sizeof(float));
-        int staged = c->value_dim == 0 || (half && n >= 8);
+        if (!a->partials) memset(total, 0, (size_t)(w.n * width) * sizeof(float));
+        int staged = c->value_dim == 0 || (c->dtype != FL_DT_F32 && w.n >= STAGED);
 
         for (int64_t r = range0 > all.lo / FL_RANGE ? range0 : all.lo / FL_RANGE; r < range1 && r * FL_RANGE < all.hi; r++) {
             int64_t begin = r * FL_RANGE, end = begin + FL_RANGE < all.hi ? begin + FL_RANGE : all.hi;
-            memset(acc, 0, (size_t)(n * width) * sizeof(float));
-            for (int32_t i = 0; i < n; i++) m[i] = -INFINITY, l[i] = 0.0f;
+            memset(acc, 0, (size_t)(w.n * width) * sizeof(float));
+            memset(w.l, 0, sizeof w.l);
+            for (int32_t i = 0; i < w.n; i++) w.m[i] = -INFINITY;
 
             for (int64_t sub = begin; sub < end; sub += FL_SUB) {
-                int32_t from[FL_TILE], to[FL_TILE], lo = FL_SUB, hi = 0;
-                for (int32_t i = 0; i < n; i++) {
+                w.lo = FL_SUB, w.hi = 0;
+                for (int32_t i = 0; i < w.n; i++) {
                     int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
-                    from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), to[i] = (int32_t)(t > 0 ? t : 0);
-                    if (from[i] >= to[i]) from[i] = to[i] = 0;
+                    w.distance[i] = (float)(sub - a->positions[row0 + i / heads]);
+                    w.from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), w.to[i] = (int32_t)(t > 0 ? t : 0);
+                    if (w.from[i] >= w.to[i]) w.from[i] = w.to[i] = 0;
                     else
-                        lo = from[i] < lo ? from[i] : lo, hi = to[i] > hi ? to[i] : hi;
+                        w.lo = w.from[i] < w.lo ? w.from[i] : w.lo, w.hi = w.to[i] > w.hi ? w.to[i] : w.hi;
                 }
-                if (lo >= hi) continue;
-                if (staged) {
-                    stage(c, blocks, kv_head, sub, lo, hi, kt, vt, a->value_dim, width);
-                    for (int32_t i = 0; i < n; i += 4)
-                        scores(n - i < 4 ? n - i : 4, q + i, c->key_dim, kt + lo / 8 * 8, SROW, 0, sc + i * SROW + lo / 8 * 8,
-                               hi - lo / 8 * 8);
-                } else {
-                    for (int32_t j = lo; j < hi;) {
-                        int64_t block = (sub + j) / c->block_size, offset = (sub + j) % c->block_size;
-                        int32_t count = (int32_t)(c->block_size - offset < hi - j ? c->block_size - offset : hi - j);
-                        const void *k = at(c->p + blocks[block] * c->block_bytes, kv_head * head_size + offset, half);
-                        for (int32_t i = 0; i < n; i += 4)
-                            scores(n - i < 4 ? n - i : 4, q + i, c->key_dim, k, padded, half, sc + i * SROW + j, count);
-                        j += count;
-                    }
-                }
-                for (int32_t i = 0; i < n; i++)
-                    if (from[i] < to[i]) {
-                        int32_t head = kv_head * group + h0 + i % heads;
-                        float distance = (float)(sub - a->positions[row0 + i / heads]);
-                        softmax_step(a, sc + i * SROW, from[i], to[i], a->slopes ? a->slopes[head] : 0.0f, distance, &m[i],
-                                     &l[i], acc + i * width, width);
-                    }
-                for (int32_t j = lo; j < hi;) {
-                    int64_t block = (sub + j) / c->block_size, offset = (sub + j) % c->block_size;
-                    int32_t count = hi - j, first = 0;
-                    const void *v = vt;
-                    int64_t ldv = width;
-                    if (!staged) {
-                        if (c->block_size - offset < count) count = (int32_t)(c->block_size - offset);
-                        v = at(c->p + blocks[block] * c->block_bytes,
-                               kv_head * head_size + c->key_dim * padded + offset * c->value_dim, half);
-                        ldv = c->value_dim, first = j;
-                    }
-                    int32_t real = (a->value_dim + 7) / 8 * 8;
-                    for (int32_t i = 0; i < n; i += 4) {
-                        int32_t k = n - i < 4 ? n - i : 4, f[4], t[4];
-                        const float *p[4];
-                        float *sum[4];
-                        for (int32_t x = 0; x < k; x++) {
-                            p[x] = sc + (i + x) * SROW + first, sum[x] = acc + (i + x) * width;
-                            f[x] = from[i + x] - first, t[x] = to[i + x] - first;
-                        }
-                        values_spans(k, p, f, t, j - first, j - first + count, v, ldv, staged ? 0 : half, sum, real);
-                    }
-                    j += count;
-                }
+                if (w.lo >= w.hi) continue;
+                if (staged) stage(c, blocks, kv_head, sub, w.lo, w.hi, kt, vt, width);
+                if (scaled) stage_scales(c, blocks, kv_head, sub, w.lo, w.hi, kscale, vscale);
+                step_scores(c, blocks, kv_head, sub, &w, q, staged ? kt : NULL);
+                step_softmax(a, &w, scaled ? kscale : NULL, scaled ? vscale : NULL, width);
+                step_values(c, blocks, kv_head, sub, &w, staged ? vt : NULL, a->value_dim, width, end);
             }
-            for (int32_t i = 0; i < n; i++) {
+            for (int32_t i = 0; i < w.n; i++) {
                 if (see[i].lo >= end || see[i].hi <= begin || see[i].lo >= see[i].hi) continue;
+                float l = sum16(load16(w.l[i]));
                 if (a->partials) {
                     float *part = partial(a, row0 + i / heads, kv_head * group + h0 + i % heads, r);
-                    part[0] = m[i], part[1] = l[i];
+                    part[0] = w.m[i], part[1] = l;
                     memcpy(part + 8, acc + i * width, (size_t)width * sizeof(float));
                 } else {
-                    merge(&M[i], &L[i], total + i * width, m[i], l[i], acc + i * width, width);
+                    merge(&M[i], &L[i], total + i * width, w.m[i], l, acc + i * width, width);
                 }
             }
         }
         if (a->partials) continue;
-        for (int32_t i = 0; i < n; i++) {
+        for (int32_t i = 0; i < w.n; i++) {
             int64_t row = row0 + i / heads;
             int32_t head = kv_head * group + h0 + i % heads;
             if (see[i].lo >= see[i].hi) zero_row(a, row, head);
@@ -382,32 +445,46 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     }
 }
 
+/* One row of keys or values into the cache: element i at to[i · step]; scale: where that of int8 goes. */
+static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale) {
+    if (dtype == FL_DT_F32) {
+        for (int32_t i = 0; i < n; i++) ((float *)to)[i * step] = x[i];
+    } else if (dtype == FL_DT_F16) {
+        for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_half1(x[i]);
+    } else if (dtype == FL_DT_BF16) {
+        for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_bfloat1(x[i]);
+    } else { /* code = round(x / scale), scale = largest |x| / 127; infinity and NaN make the whole row NaN */
+        float most = 0.0f;
+        int32_t odd = 0;
+        for (int32_t i = 0; i < n; i++) {
+            float size = fabsf(x[i]);
+            odd |= !(size < INFINITY);
+            most = size > most ? size : most;
+        }
+        *scale = odd ? NAN : most / 127.0f;
+        float divisor = *scale > 0.0f ? *scale : 1.0f;
+        for (int32_t i = 0; i < n; i++) {
+            float code = odd ? 0.0f : rintf(x[i] / divisor);
+            ((int8_t *)to)[i * step] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
+        }
+    }
+}
+
 void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                           int64_t i1) {
-    int half = c->dtype == FL_DT_F16;
-    int64_t padded = c->value_dim ? (c->block_size + 7) / 8 * 8 : c->block_size;
-    int64_t head_size = c->key_dim * padded + (int64_t)c->value_dim * c->block_size;
     for (int64_t t = i0; t < i1; t++) {
         if (slots[t] < 0) continue;
         int64_t offset = slots[t] % c->block_size;
-        char *block = c->p + slots[t] / c->block_size * c->block_bytes;
-        for (int32_t h = 0; h < c->heads; h++) {
-            const float *k = (const float *)key->p + t * key->s0 + h * key->s1;
-            char *to = (char *)at(block, h * head_size, half);
-            int64_t step = c->value_dim ? padded : 1, from = c->value_dim ? offset : offset * c->key_dim;
-            if (half) {
-                for (int32_t d = 0; d < c->key_dim; d++) ((uint16_t *)to)[from + d * step] = to_half1(k[d]);
-            } else {
-                for (int32_t d = 0; d < c->key_dim; d++) ((float *)to)[from + d * step] = k[d];
-            }
+        char *head = c->p + slots[t] / c->block_size * c->block_bytes;
+        for (int32_t h = 0; h < c->heads; h++, head += fl_head_bytes(c)) {
+            float *scales = (float *)(head + fl_scales_at(c)) + offset; /* int8 only */
+            int64_t step = c->value_dim ? fl_key_stride(c) : 1, first = c->value_dim ? offset : offset * c->key_dim;
+            char *keys = head + first * fl_element_bytes(c->dtype);
+            store_row((const float *)key->p + t * key->s0 + h * key->s1, c->key_dim, c->dtype, keys, step, scales);
             if (!c->value_dim) continue;
-            const float *v = (const float *)value->p + t * value->s0 + h * value->s1;
-            to = (char *)at(to, c->key_dim * padded + offset * c->value_dim, half);
-            if (half) {
-                for (int32_t d = 0; d < c->value_dim; d++) ((uint16_t *)to)[d] = to_half1(v[d]);
-            } else {
-                memcpy(to, v, (size_t)c->value_dim * sizeof(float));
-            }
+            char *values = head + fl_values_at(c) + offset * c->value_dim * fl_element_bytes(c->dtype);
+            store_row((const float *)value->p + t * value->s0 + h * value->s1, c->value_dim, c->dtype, values, 1,
+                      scales + c->block_size);
         }
     }
 }

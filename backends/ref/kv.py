@@ -1,0 +1,81 @@
+"""How `ref` keeps keys and values: the definition of every type of `--kv-dtype`.
+
+    f32          as they are
+    f16, bf16    rounded to nearest even
+    int8         of each token and head: scale = largest |x| / 127 (f32), code = round(x / scale), read as code · scale.
+                 A vector that holds NaN or infinity has the scale NaN, so whoever sees it sees NaN.
+
+A block holds keys [K, block_size, Dk], values [K, block_size, Dv] and, for int8, f32 scales [K, block_size] of keys and of values.
+Called by `backend.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastllm.api import KVSpec
+
+__all__ = ["block_bytes", "quantise", "read", "write"]
+
+_STORED = {"f16": np.dtype("f2"), "bf16": np.dtype("u2"), "f32": np.dtype("f4"), "int8": np.dtype("i1")}
+F32 = np.float32
+
+
+def block_bytes(spec: KVSpec, block_size: int) -> int:
+    """Bytes of one block of `block_size` tokens."""
+    return sum(part.nbytes for part in _parts(None, spec, block_size))
+
+
+def write(raw: np.ndarray, spec: KVSpec, block_size: int, offset: int, key: np.ndarray, value: np.ndarray | None) -> None:
+    """Stores one token in a block. raw: the block's bytes; offset: the token's place; key [K, Dk], value [K, Dv] f32."""
+    keys, values, key_scales, value_scales = _parts(raw, spec, block_size)
+    for x, codes, scales in ((key, keys, key_scales), (value, values, value_scales)):
+        if x is None:
+            continue
+        if spec.dtype == "int8":
+            codes[:, offset], scales[:, offset] = quantise(x)
+        elif spec.dtype == "bf16":
+            codes[:, offset] = _to_bf16(x)
+        else:
+            codes[:, offset] = x
+
+
+def read(raw: np.ndarray, spec: KVSpec, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A block as f32: keys [K, block_size, Dk] and values [K, block_size, Dv]."""
+    keys, values, key_scales, value_scales = _parts(raw, spec, block_size)
+    if spec.dtype == "int8":
+        return keys.astype(F32) * key_scales[..., None], values.astype(F32) * value_scales[..., None]
+    if spec.dtype == "bf16":
+        return (keys.astype(np.uint32) << 16).view(F32), (values.astype(np.uint32) << 16).view(F32)
+    return keys.astype(F32), values.astype(F32)
+
+
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., D] -> codes i8 [..., D], scales f32 [...]."""
+    most = np.abs(x).max(axis=-1, initial=0.0).astype(F32)
+    scales = np.where(np.isfinite(x).all(axis=-1), most / F32(127), F32(np.nan)).astype(F32)
+    divisor = np.where(scales > 0, scales, F32(1))[..., None]
+    codes = np.where(np.isnan(scales)[..., None], F32(0), np.rint(x / divisor))
+    return np.clip(codes, -127, 127).astype(np.int8), scales
+
+
+def _to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x, F32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def _parts(raw: np.ndarray | None, spec: KVSpec, block_size: int) -> list[np.ndarray]:
+    """Windows on a block: keys, values and their scales (empty where the type has none). raw None: of shapes only."""
+    dtype, heads = _STORED[spec.dtype or "f32"], spec.num_kv_heads
+    scales = block_size if spec.dtype == "int8" else 0
+    shapes = [((heads, block_size, spec.key_dim), dtype), ((heads, block_size, spec.value_dim), dtype)]
+    shapes += [((heads, scales), np.dtype("f4")), ((heads, scales if spec.value_dim else 0), np.dtype("f4"))]
+    parts, at = [], 0
+    for shape, kind in shapes:
+        at = -(-at // kind.itemsize) * kind.itemsize
+        size = int(np.prod(shape)) * kind.itemsize
+        bytes_ = np.empty(size, np.uint8) if raw is None else raw[at : at + size]
+        parts.append(bytes_.view(kind).reshape(shape))
+        at += size
+    return parts
