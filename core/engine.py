@@ -27,6 +27,7 @@ import numpy as np
 from .errors import Cancelled, EngineError, FastLLMError, OutOfMemory, QueueFull, UsageError
 from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
+from .pace import Pace
 from .request import Request, RequestHandle, TokenEvent, check_request
 from .runner import StepOutput, StepRunner
 from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed
@@ -69,6 +70,7 @@ class Engine:
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
+        self._pace = Pace()
         self._numbers = itertools.count()
         self._wake = threading.Condition()  # guards the next four
         self._inbox: list[tuple[Any, ...]] = []  # (job,), (handle, index) to cancel or (handle, None, paused), in order
@@ -295,6 +297,9 @@ class Engine:
         self._steps += 1
         self._computed += len(step.batch.ids)
         self._progress_at = time.monotonic()
+        decodes = sum(part.num_tokens == 1 for part in step.slices)
+        self._pace.observe(decodes, len(step.batch.ids) - decodes, self._progress_at - now)
+        self._scheduler.prompt_budget = self._pace.prompt_budget()
         if self.on_step is not None:
             self.on_step(len(step.batch.ids), self._progress_at - now)
         self._take_inbox()

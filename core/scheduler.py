@@ -149,6 +149,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by policy
         self.parked: list[Sequence] = []  # set aside until their owner wants them again
         self.num_preemptions = 0
+        self.prompt_budget: int | None = None  # tokens of prompts in a step that others decode in; None: all there is room for
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._tables = np.zeros((self.max_running, max_blocks), I32)  # row: slot; columns: the sequence's blocks
         self._steps = np.arange(max_tokens, dtype=I32)
@@ -277,7 +278,7 @@ class Scheduler:
     def _share(self) -> dict[int, int]:
         """Tokens of this step for each running sequence, by its slot.
 
-        Decodes take one each. Of what is left, prompts in order of age (or of remaining work) get all they can use; but under
+        Decodes take one each. Of what is left, or of `prompt_budget` if that is less, prompts in order of age (or of remaining work) get all they can use; but under
         `fcfs` half is first offered to the shortest of the younger ones, so that a short prompt does not wait for a long one.
         """
         counts: dict[int, int] = {}
@@ -290,6 +291,8 @@ class Scheduler:
         if not prompts:
             return counts
         budget = self.max_tokens - len(counts)
+        if counts and self.prompt_budget is not None:
+            budget = min(budget, self.prompt_budget)
         wanted = self._wanted(prompts)
         if self.policy == "shortest-remaining":
             prompts.sort(key=self._order)

@@ -97,6 +97,21 @@ class Bench:
             assert sequence.tokens[p] == next_logits(sequence.tokens[:p]).argmax(), f"token {p} differs from a run alone"
 
 
+def test_a_budget_bounds_prompts_beside_decodes_and_nothing_else():
+    bench = Bench(prefix_cache=False, max_tokens=64)
+    bench.scheduler.prompt_budget = 5
+    (stream,) = bench.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=20)
+    assert [p.num_tokens for p in bench.step().slices] == [9]
+    (late,) = bench.submit(list(range(1, 13)), max_new=2)
+    chunks = []
+    while late.num_computed < late.num_prompt:
+        counts = {p.sequence: p.num_tokens for p in bench.step().slices}
+        assert counts[stream] == 1
+        chunks.append(counts[late])
+    assert chunks == [5, 5, 2]
+
+
+
 def test_a_prompt_is_cut_to_the_budget_and_sampled_once():
     bench = Bench(max_tokens=4)
     (sequence,) = bench.submit(list(range(10)), max_new=2)
