@@ -152,13 +152,18 @@ class RefBackend(Backend):
         self.upload(buffer, offset, memoryview(raw), stream)
         stream.synchronize()  # raw ends here
 
-    def _block(self, cache: Tensor, block: int, stream: Stream) -> np.ndarray:
-        """The bytes of one cache block."""
+    def _block(self, cache: Tensor, block: int, stream: Stream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One cache block: its bytes, and what they hold as f32: keys [K, block_size, Dk] and values [K, block_size, Dv]."""
+        raw, spec = self._raw_block(cache, block, stream)
+        return raw, *kv.read(raw, spec, cache.block_size)
+
+    def _raw_block(self, cache: Tensor, block: int, stream: Stream) -> tuple[np.ndarray, KVSpec]:
+        """The bytes of one cache block, and what it holds."""
         if not isinstance(cache.spec, KVSpec):
             raise TypeError("attention and kv_write need a key/value cache")
         if not 0 <= block < cache.num_blocks:
             raise IndexError(f"cache block {block} is outside of 0…{cache.num_blocks - 1}")
-        return self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes, stream)
+        return self._bytes(cache.buffer, cache.offset + block * cache.block_bytes, cache.block_bytes, stream), cache.spec
 
     # ops ------------------------------------------------------------------------------------------------------------
 
@@ -195,8 +200,8 @@ class RefBackend(Backend):
             if slot < 0:
                 continue
             block, offset = divmod(slot, cache.block_size)
-            raw = self._block(cache, block, stream)
-            kv.write(raw, cache.spec, cache.block_size, offset, keys[t], values[t] if values is not None else None)
+            raw, spec = self._raw_block(cache, block, stream)
+            kv.write(raw, spec, cache.block_size, offset, keys[t], values[t] if values is not None else None)
             if not isinstance(cache.buffer.handle, np.ndarray):
                 self._put(cache.buffer, cache.offset + block * cache.block_bytes, raw, stream)
 
@@ -236,11 +241,11 @@ class RefBackend(Backend):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keys [n, K, Dk] and values [n, K, Dv] of one sequence, in order."""
         found = table[: -(-length // cache.block_size)].tolist()
-        blocks = [kv.read(self._block(cache, b, stream), cache.spec, cache.block_size) for b in found]
-        keys = np.concatenate([k for k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+        blocks = [self._block(cache, b, stream) for b in found]
+        keys = np.concatenate([k for _, k, _ in blocks], axis=1)[:, :length].transpose(1, 0, 2)
         if value_dim:
             return keys, keys[..., :value_dim]
-        return keys, np.concatenate([v for _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
+        return keys, np.concatenate([v for _, _, v in blocks], axis=1)[:, :length].transpose(1, 0, 2)
 
     def _op_act_mul(self, gate: Tensor, up: Tensor | None, *, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
         g, u = self._read_all(stream, gate, up)

@@ -11,19 +11,22 @@ Called by `backend.py`.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
 from fastllm.api import KVSpec
 
 __all__ = ["block_bytes", "quantise", "read", "write"]
 
-_STORED = {"f16": np.dtype("f2"), "bf16": np.dtype("u2"), "f32": np.dtype("f4"), "int8": np.dtype("i1")}
+_STORED: dict[str, np.dtype[Any]] = {"f16": np.dtype("f2"), "bf16": np.dtype("u2"), "f32": np.dtype("f4"), "int8": np.dtype("i1")}
 F32 = np.float32
 
 
 def block_bytes(spec: KVSpec, block_size: int) -> int:
     """Bytes of one block of `block_size` tokens."""
-    return sum(part.nbytes for part in _parts(None, spec, block_size))
+    return max(at + math.prod(shape) * dtype.itemsize for at, shape, dtype in _layout(spec, block_size))
 
 
 def write(raw: np.ndarray, spec: KVSpec, block_size: int, offset: int, key: np.ndarray, value: np.ndarray | None) -> None:
@@ -65,17 +68,25 @@ def _to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
-def _parts(raw: np.ndarray | None, spec: KVSpec, block_size: int) -> list[np.ndarray]:
-    """Windows on a block: keys, values and their scales (empty where the type has none). raw None: of shapes only."""
-    dtype, heads = _STORED[spec.dtype or "f32"], spec.num_kv_heads
+def _layout(spec: KVSpec, block_size: int) -> list[tuple[int, tuple[int, ...], np.dtype[Any]]]:
+    """(byte offset, shape, dtype) of keys, values, scales of keys and scales of values; shapes of none where the type has none."""
+    stored, f32, heads = _STORED[spec.dtype or "f32"], np.dtype("f4"), spec.num_kv_heads
     scales = block_size if spec.dtype == "int8" else 0
-    shapes = [((heads, block_size, spec.key_dim), dtype), ((heads, block_size, spec.value_dim), dtype)]
-    shapes += [((heads, scales), np.dtype("f4")), ((heads, scales if spec.value_dim else 0), np.dtype("f4"))]
+    shapes: list[tuple[tuple[int, ...], np.dtype[Any]]] = [
+        ((heads, block_size, spec.key_dim), stored),
+        ((heads, block_size, spec.value_dim), stored),
+        ((heads, scales), f32),
+        ((heads, scales if spec.value_dim else 0), f32),
+    ]
     parts, at = [], 0
-    for shape, kind in shapes:
-        at = -(-at // kind.itemsize) * kind.itemsize
-        size = int(np.prod(shape)) * kind.itemsize
-        bytes_ = np.empty(size, np.uint8) if raw is None else raw[at : at + size]
-        parts.append(bytes_.view(kind).reshape(shape))
-        at += size
+    for shape, dtype in shapes:
+        at = -(-at // dtype.itemsize) * dtype.itemsize
+        parts.append((at, shape, dtype))
+        at += math.prod(shape) * dtype.itemsize
     return parts
+
+
+def _parts(raw: np.ndarray, spec: KVSpec, block_size: int) -> list[np.ndarray]:
+    """Windows on a block, as `_layout` has them."""
+    layout = _layout(spec, block_size)
+    return [raw[at : at + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape) for at, shape, dtype in layout]
