@@ -64,6 +64,9 @@ class _Planner:
         self.placement, self.limits, self.fallback = placement, limits, fallback
         self.graph = graph
         self.plan = Plan(graph, limits, tuple(backends))
+        self._users_of: Graph | None = None  # the graph that the next two are of
+        self._users: dict[str, frozenset[str]] = {}
+        self._layouts: dict[tuple[str, str], PackedLayout | None] = {}
 
     def run(self) -> Plan:
         devices = self.placement.assign(self.graph)
@@ -176,14 +179,29 @@ class _Planner:
         return "f32" if value.dtype == "f32" else ref.format(self.sources)
 
     def _uses(self, name: str) -> frozenset[str]:
-        return frozenset(n.op for n in self.graph.nodes if name in n.inputs)
+        """Ops that read a value. The graph is looked through once, and again after it was changed."""
+        if self._users_of is not self.graph:
+            users: dict[str, set[str]] = {}
+            for node in self.graph.nodes:
+                for operand in node.inputs:
+                    if operand is not None:
+                        users.setdefault(operand, set()).add(node.op)
+            self._users_of, self._users, self._layouts = self.graph, {n: frozenset(ops) for n, ops in users.items()}, {}
+        return self._users.get(name, frozenset())
 
     def _layout(self, value: Value, device: str) -> PackedLayout | None:
+        """As _new_layout, remembered."""
+        uses, key = self._uses(value.name), (value.name, device)
+        if key not in self._layouts:
+            self._layouts[key] = self._new_layout(value, device, uses)
+        return self._layouts[key]
+
+    def _new_layout(self, value: Value, device: str, uses: frozenset[str]) -> PackedLayout | None:
         """The packed form of a weight on a device; of a stack: that of one of its matrices, which are packed one by one. A stack whose
         format the backend does not pack is asked for in the plain form that holds it: experts have no kernel for plain memory."""
         if value.dtype == "f32":
             return None
-        backend, format, uses = self.backends[device], self._source_format(value), self._uses(value.name)
+        backend, format = self.backends[device], self._source_format(value)
         shape = [int(d) for d in value.shape]
         if len(shape) < 3:
             return backend.pack_layout(shape, format, uses)

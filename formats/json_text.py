@@ -51,7 +51,8 @@ def _constant(text: str) -> float:
     raise _Refused(f"{text} is no JSON number")
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, surrogates: bool) -> None:
+    """Refuses what is nested too deep, and half surrogate pairs; surrogates: the text has escapes that could be some."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -61,7 +62,7 @@ def _check_depth(value: Any) -> None:
                 below.extend(item.values())
             elif isinstance(item, list):
                 below.extend(item)
-            elif isinstance(item, str) and not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
+            elif surrogates and isinstance(item, str) and not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
                 raise _Refused(f"the string {shown(item)} holds half a surrogate pair")
         if not below:
             return
@@ -83,7 +84,7 @@ def parse_json(raw: bytes, what: str, path: str, *, base: int = 0) -> Any:
         value = json.loads(
             raw.decode("utf-8"), object_pairs_hook=_pairs, parse_float=_number, parse_int=_integer, parse_constant=_constant
         )
-        _check_depth(value)
+        _check_depth(value, b"\\ud" in raw or b"\\uD" in raw)
     except RecursionError:
         reason, offset = f"it is nested more than {MAX_DEPTH} levels deep", base
     except UnicodeDecodeError as exc:
