@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_SEED", "LEVELS", "RULES", "Case", "CaseResult", "Failure", "
 
 DEFAULT_SEED = 1
 LEVELS = ("bronze", "silver", "gold")
-RULES = ("bound", "exact", "guard", "error", "honest", "contract", "prop", "d0", "d1", "d2", "d3", "leak", "model", "serve", "perf")
+RULES = ("bound", "exact", "guard", "error", "honest", "contract", "prop", "d0", "d1", "d2", "d3", "leak", "model", "serve")
 
 
 class Failure(Exception):
@@ -41,14 +41,12 @@ class Requirements:
     """What a vendor tells the suite (hook `fastllm_requirements`).
 
     tolerance: case pattern -> (factor up to 4, reason): a looser bound, printed, Bronze only. time_factor: multiplies the time
-    limit of a case, for emulated devices (at most 10). emulated: the device is not real; no speed is reported.
-    floors: name of a measurement of `--perf` -> least fraction of the roof that the vendor promises.
+    limit of a case, for emulated devices (at most 10). emulated: the device is not real, and the report says so.
     """
 
     tolerance: dict[str, tuple[float, str]] = field(default_factory=dict)
     time_factor: float = 1.0
     emulated: bool = False
-    floors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,7 +87,6 @@ class Case:
         result = CaseResult(self.id, self.op, self.group, self.level, self.required, bin=self.bin)
         try:
             outcome = self.check(session, Numbers(seed_of(seed, self.id))) or Outcome()
-            session.after_case(self)
         except NotApplicable as reason:
             result.status, result.message = "n/a", str(reason)
             if self.required:

@@ -3,7 +3,7 @@
 Bronze: the ops are right: contract, honesty, guards; every core op in f32, every format that is claimed; D0.
 Silver: models are right: a 16-bit, an 8-bit and a 4-bit weight format and paged attention, all native; every tiny model; D1–D3; no
         op leaves the device in a decode step.
-Gold:   serving is right: many streams, cancels, exhaustion, thousands of steps without a leak; declared floors of speed are met.
+Gold:   serving is right: many streams, cancels, exhaustion, thousands of steps without a leak.
 
 A level counts only in a run of all of its cases. A required case may not be N/A; an op that is answered No is not a pass. Expected
 failures keep Bronze if they are listed, and bar Silver for core ops; wrong numbers, broken guards and undeclared D2 are

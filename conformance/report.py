@@ -127,19 +127,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             skipped[case["message"]] = skipped.get(case["message"], 0) + 1
     if skipped:
         lines += ["", "## Not applicable", "", *(f"- {_plain(reason)} ({count})" for reason, count in skipped.items())]
-    if report.get("perf"):
-        lines += ["", "## Speed", "", *perf_lines(report["perf"])]
     return "\n".join(lines) + "\n"
-
-
-def perf_lines(perf: Mapping[str, Any]) -> list[str]:
-    """The table of `--perf`."""
-    head = ["| what | median | spread (IQR) | per second | of the roof |", "|---|---|---|---|---|"]
-    rows = [
-        f"| {row['name']} | {row['median_s'] * 1e6:,.1f} µs | {row['iqr_s'] * 1e6:,.1f} µs | {row['rate']} | {'–' if row['roof'] is None else format(row['roof'], '.0%')} |"
-        for row in perf["rows"]
-    ]
-    return [*head, *rows]
 
 
 def _plain(text: str) -> str:
@@ -201,7 +189,7 @@ engine {e(report["engine"])} · {e(report["date"])} · seed {report["seed"]}<br>
 def badge(report: Mapping[str, Any]) -> str:
     """An SVG badge."""
     own = report["standing"]
-    left, right = "fastllm", own["badge"] + (f" · {report['verified']}" if report.get("verified") else "")
+    left, right = "fastllm", own["badge"]
     a, b = 8 * len(left) + 12, round(6.6 * len(right)) + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{a + b}" height="20" role="img" aria-label="{escape(left)}: {escape(right)}">'

@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from fastllm.api import Backend, BackendSpec, open_backend
 
 from .bench import Bench
 from .case import Requirements
-
-if TYPE_CHECKING:
-    from .case import Case
 
 __all__ = ["Session", "Target"]
 
@@ -91,9 +88,6 @@ class Session:
     def fresh(self, **options: str) -> Backend:
         """Another instance; the caller closes it."""
         return self._open(**options)[0]
-
-    def after_case(self, case: Case) -> None:
-        """Hook for the runner's bookkeeping."""
 
     def reset(self) -> None:
         """Closes the backend; the next case opens a new one, so that one fault does not become many."""

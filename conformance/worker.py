@@ -23,7 +23,7 @@ __all__ = ["main", "requirements_from"]
 def requirements_from(body: dict[str, Any]) -> Requirements:
     """The reverse of `dataclasses.asdict`."""
     tolerance = {k: (float(v[0]), str(v[1])) for k, v in body.get("tolerance", {}).items()}
-    return Requirements(tolerance, body.get("time_factor", 1.0), body.get("emulated", False), dict(body.get("floors", {})))
+    return Requirements(tolerance, body.get("time_factor", 1.0), body.get("emulated", False))
 
 
 def main() -> int:
