@@ -140,7 +140,7 @@ def test_wrong_options_are_refused(options, match):
 
 
 def test_it_registers_like_a_stranger_and_is_never_chosen_by_itself():
-    registry = BackendRegistry(env={"FASTLLM_DISABLE_PLUGINS": "cpu_avx"})
+    registry = BackendRegistry(env={"FASTLLM_PLUGINS": "fake", "FASTLLM_DISABLE_PLUGINS": "cpu_avx,opencl_generic"})
     assert registry.state("fake").state == "ready"
     assert registry.select("auto").name == "ref"
     with registry.open(registry.select("fake"), {"without": "softmax"}) as device:
