@@ -116,7 +116,12 @@ setup(
     packages=find_packages(),
     package_dir=PACKAGE_DIR,
     include_package_data=False,  # the source distribution holds more than the wheel
-    package_data={"fastllm": ["scaffold/templates/*/*.in"], "*": ["py.typed", "*.pxd", "*.pyi", "*.json", "*.toml", "*.fl", "kernels/*.h"]},
+    package_data={
+        "": ["py.typed", "*.pxd", "*.pyi", "*.json", "*.toml"],  # of every package; setuptools knows no "*" here
+        "fastllm": ["scaffold/templates/*/*.in"],
+        "fastllm.backends.gpu": ["kernels/*.fl", "kernels/*.h"],
+        "fastllm.conformance": ["calibration/*.json"],
+    },
     ext_modules=cythonize(extensions, build_dir="build/c", compiler_directives=DIRECTIVES, show_all_warnings=False),
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
 )

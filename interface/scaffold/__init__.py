@@ -118,6 +118,6 @@ def _values(vendor: str, style: str) -> dict[str, str]:
         "below": f"0.{minor + 1}" if major == 0 else str(major + 1),
         "build_requires": build,
         "runtime_requires": runtime,
-        "num_ops": str(len(CORE_OPS)),
+        "num_ops": str(len(CORE_OPS) - 1),  # without `sample`, which the engine does itself
         "extra": "[runtime,test]" if runtime else "[test]",
     }

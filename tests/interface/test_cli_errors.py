@@ -336,7 +336,7 @@ def test_a_package_that_is_not_there(run, package):
     [
         (("rum",), "did you mean 'run'?"),
         (("inspekt", "x"), "'inspect'"),
-        (("zzz",), "commands: run, download"),
+        (("zzz",), "commands: run, "),
         (("run", "--prompd", "x"), "--prompt"),
         (("inspect",), "MODEL"),
         (("run", "--ctx", "many"), "--ctx"),

@@ -1,0 +1,78 @@
+"""Bakes a backend package in every style and treats it as a stranger's: installed as a wheel next to an installed engine, tested, broken.
+
+    python scripts/check_scaffold.py build/clean-env/bin/python     the environment has fastllm's wheel; run it from outside of the tree
+
+What must hold: it registers; it reaches Bronze with nothing native, or says why its device is not there; its own tests pass; and once its
+module raises, the message names it, whoever does not need it is not disturbed, and the exit code is that of a broken plug-in.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STYLES = ("numpy", "cython", "opencl", "cupy")
+EXTRAS = {"opencl": "[runtime,test]"}  # cupy's runtime needs a device
+WITHOUT_DEVICE = {"cupy"}
+BROKEN = 'raise RuntimeError("libacme.so.2 is missing")\n'
+EXIT_BROKEN, EXIT_UNAVAILABLE = 3, 4
+
+
+def run(*command: object, expect: int = 0, folder: Path | None = None) -> str:
+    """Runs a command; its output, both streams. Ends the script if the exit code is another."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, cwd=folder or "/", env=environment, stdin=subprocess.DEVNULL, check=False
+    )
+    text = done.stdout + done.stderr
+    if done.returncode != expect:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}, not {expect}\n{text[-4000:]}")
+    return text
+
+
+def needs(text: str, *pieces: str) -> None:
+    """Ends the script if a piece is not in the text."""
+    for piece in pieces:
+        if piece not in text:
+            sys.exit(f"'{piece}' is missing from:\n{text[-4000:]}")
+
+
+def check(python: Path, style: str, folder: Path) -> str:
+    """One style; returns a line about it."""
+    name, command = f"acme_{style}", [python, "-m", "fastllm"]
+    run(*command, "backend", "new", name, "--style", style, "--dir", folder)
+    package = folder / f"fastllm-backend-acme-{style}"
+    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", f"{package}{EXTRAS.get(style, '[test]')}")
+    if style in WITHOUT_DEVICE:
+        needs(run(*command, "backends", "show", name, expect=EXIT_UNAVAILABLE), "unavailable", "pip install")
+        needs(run(*command, "run", "--backend", name, "--prompt", "x", expect=EXIT_UNAVAILABLE), name)
+        said = "says that its device is not there"
+    else:
+        needs(run(*command, "backends", "show", name), "ready")
+        said = run(*command, "conformance", "run", "--backend", name, "--level", "bronze").strip().splitlines()[0]
+        needs(said, "bronze", "native 0/")
+    tests = ["tests"] if style == "numpy" else [f"tests/test_{name}.py"]  # the shared suite has run: once through pytest is enough
+    run(python, "-m", "pytest", "-q", *tests, folder=package)
+    module = run(python, "-c", f"import fastllm_backend_{name}.plugin as p; print(p.__file__)").strip()
+    Path(module).write_text(Path(module).read_text(encoding="utf-8") + BROKEN, encoding="utf-8")
+    text = run(*command, "run", "--backend", name, "--prompt", "x", expect=EXIT_BROKEN)
+    needs(text, f"'{name}'", f"fastllm-backend-acme-{style}", "libacme.so.2 is missing", "plugin.py", "fix: ")
+    needs(run(*command, "backends", "list"), "broken", "cpu_avx")
+    run(python, "-m", "pip", "--disable-pip-version-check", "uninstall", "-qy", f"fastllm-backend-acme-{style}")
+    return f"{style}: {said}"
+
+
+def main() -> int:
+    """Argument: the Python of an environment with fastllm installed."""
+    python = Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as folder:
+        for style in STYLES:
+            print(check(python, style, Path(folder)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
