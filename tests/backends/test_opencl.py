@@ -138,7 +138,7 @@ def test_a_group_with_nan_makes_its_row_nan_and_no_other(bench):
 
 
 @pytest.mark.parametrize("format", BLOCK_LAYOUTS)
-def test_sums_of_16_bits_cannot_overflow(bench, format):
+def test_sums_of_16_bits_cannot_overflow(vector, format):
     """The largest codes against the largest activations: where a lane of 16 bits would wrap around."""
     layout = BLOCK_LAYOUTS[format]
     shape = (32, 256)
@@ -148,7 +148,7 @@ def test_sums_of_16_bits_cannot_overflow(bench, format):
         raw = np.where(raw == 0xFF, 0x80, raw).astype(np.uint8)  # −128
     x = np.full((1, 256), 127.0, np.float32)
     weight = _kernels.decode(format, raw.reshape(-1), 32 * 256).reshape(shape).astype(np.float64)
-    found = bench.run("linear", x, bench.packed(format, raw, shape), None, shape=(1, 32))
+    found = vector.run("linear", x, vector.packed(format, raw, shape), None, shape=(1, 32))
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, rtol=1e-5)
 
 
