@@ -28,7 +28,9 @@ WHY = kit.missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
 GGML = [name for name in BLOCK_LAYOUTS if FORMATS[name].ggml is not None]
-GROUPS = [name for name in BLOCK_LAYOUTS if FORMATS[name].ggml is None]
+DISTINCT = ["q4_1", "q5_0", "q8_0", "q2_k", "q4_k", "q6_k", "mxfp4"]
+"""One of each way to keep codes and scales: building kernels for all formats twice would take most of the time of these tests."""
+GROUPS = ["int4g32", "int4g128", "int4g256s", "int8g64"]
 RNG = np.random.default_rng(5)
 
 
@@ -47,6 +49,13 @@ def bench(request):
 @pytest.fixture(scope="module")
 def vector():
     opened = kit.Bench(kernels="vector")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def lanes():
+    opened = kit.Bench(kernels="lanes")
     yield opened
     opened.close()
 
@@ -77,8 +86,9 @@ def cpu_linear(format, raw, shape, x, bias):
     return out
 
 
-@pytest.mark.parametrize("format", GGML)
-def test_linear_has_the_bits_of_cpu_avx_for_one_row_and_for_many(bench, format):
+@pytest.mark.parametrize(("kernels", "format"), [*(("vector", f) for f in GGML), *(("lanes", f) for f in DISTINCT)])
+def test_linear_has_the_bits_of_cpu_avx_for_one_row_and_for_many(kernels, format, request):
+    bench = request.getfixturevalue(kernels)
     shape = (67, 512)
     raw, x, bias = kit.random_blocks(format, shape), normal(5, 512), normal(67)
     x[3, 40:80] = 0.0
@@ -120,12 +130,12 @@ def test_linear_of_plain_formats_packed_or_not(bench, format):
 
 
 @pytest.mark.parametrize("format", BLOCK_LAYOUTS)
-def test_embed_gives_the_bits_of_the_hosts_decoder(bench, format):
+def test_embed_gives_the_bits_of_the_hosts_decoder(vector, format):
     shape = (40, 256)
     raw = kit.random_blocks(format, shape)
     decoded = _kernels.decode(format, raw.reshape(-1), 40 * 256).reshape(shape)
     ids = np.array([0, 39, 31, 32, 39], np.int32)
-    np.testing.assert_array_equal(bench.run("embed", ids, bench.packed(format, raw, shape), shape=(5, 256)), decoded[ids])
+    np.testing.assert_array_equal(vector.run("embed", ids, vector.packed(format, raw, shape), shape=(5, 256)), decoded[ids])
 
 
 def test_a_group_with_nan_makes_its_row_nan_and_no_other(bench):
@@ -137,7 +147,7 @@ def test_a_group_with_nan_makes_its_row_nan_and_no_other(bench):
     assert np.isfinite(found[[0, 2]]).all()
 
 
-@pytest.mark.parametrize("format", BLOCK_LAYOUTS)
+@pytest.mark.parametrize("format", [*GGML, *GROUPS])
 def test_sums_of_16_bits_cannot_overflow(vector, format):
     """The largest codes against the largest activations: where a lane of 16 bits would wrap around."""
     layout = BLOCK_LAYOUTS[format]
