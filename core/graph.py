@@ -222,6 +222,13 @@ class GraphBuilder:
         strides = x.view.strides if x.view is not None else _strides(x.shape)
         return self._alias(x, (*x.shape[:-1], stop - start), start, strides)
 
+    def window(self, x: Value, start: int, shape: tuple[int, ...]) -> Value:
+        """Consecutive elements of each row of a contiguous x, from `start` on, as rows of another shape, without a copy."""
+        flat, (size, _) = _strides(x.shape), _count(x.shape)
+        if (x.view is not None and x.view.strides != flat) or not 0 <= start <= size - _count(shape)[0]:
+            raise ShapeError(f"a row of {size} elements has no window of {list(shape)} at {start}")
+        return self._alias(x, (x.shape[0], *shape), start, (flat[0], *_strides(shape)))
+
     def _alias(self, x: Value, shape: Shape, offset: int, strides: tuple[int, ...]) -> Value:
         if x.kind not in ("temp", "const"):
             raise ShapeError(f"'{x.name}' ({x.kind}) has no views; parts of a weight are chosen by its WeightRef")
@@ -336,6 +343,17 @@ class GraphBuilder:
     def concat(self, x: Value, y: Value) -> Value:
         """x and y side by side on the last axis; the others are equal."""
         return self.op("concat", x, y)[0]
+
+    def short_conv(self, state: Value, x: Value, weight: Value, *, kind: str = "silu") -> Value:
+        """act(causal convolution per channel) of x [T, C] with weight [C, L]; state: a slot of [L − 1, C]."""
+        step = (self.input(n) for n in ("positions", "query_start", "state_slot"))
+        return self.op("short_conv", state, x, weight, *step, kind=kind)[0]
+
+    def delta_rule(self, state: Value, *operands: Value, eps: float = 1e-6) -> Value:
+        """Gated delta rule -> [T, H, Dv]. operands: query and key [T, J, Dk], value [T, H, Dv], a and b [T, H], a_log and dt_bias [H];
+        state: a slot of [H, Dk, Dv]."""
+        step = (self.input(n) for n in ("positions", "query_start", "state_slot"))
+        return self.op("delta_rule", state, *operands, *step, eps=eps)[0]
 
     def softcap(self, x: Value, cap: float) -> Value:
         """cap · tanh(x / cap)."""

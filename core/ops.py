@@ -282,6 +282,27 @@ def _concat(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) ->
     return [((*x[:-1], int(x[-1]) + int(y[-1])), "f32")]
 
 
+def _slot(op: str, operand: Operand, spec: Any, shape: tuple[int, ...]) -> None:
+    _require(getattr(spec, "shape", None) == shape and spec.dtype == "f32", op, f"a state of f32{list(shape)} per sequence", operand)
+
+
+def _short_conv(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (x, _), (w, _) = _present("short_conv", o[1], "x"), _present("short_conv", o[2], "weight")
+    _require(len(x) == 2 and len(w) == 2 and x[1] == w[0] and int(w[1]) > 1, "short_conv", "x [T, C] and weight [C, L] with L > 1", *o)
+    _slot("short_conv", o[0], specs[0], (int(w[1]) - 1, int(w[0])))
+    return [(x, "f32")]
+
+
+def _delta_rule(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]) -> list[tuple[Shape, str]]:
+    (q, _), (k, _), (v, _) = (_present("delta_rule", o[i], n) for i, n in ((1, "query"), (2, "key"), (3, "value")))
+    fits = len(q) == 3 and k == q and len(v) == 3 and v[0] == q[0] and int(v[1]) % int(q[1]) == 0
+    fits = fits and all(o[i] is not None and o[i][0] == v[:2] for i in (4, 5))  # type: ignore[index]
+    fits = fits and all(o[i] is not None and o[i][0] == v[1:2] for i in (6, 7))  # type: ignore[index]
+    _require(fits, "delta_rule", "query and key [T, J, Dk], value [T, H, Dv], a and b [T, H], a_log and dt_bias [H], J dividing H", *o)
+    _slot("delta_rule", o[0], specs[0], (int(v[1]), int(q[2]), int(v[2])))
+    return [(v, "f32")]
+
+
 def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Sequence[Value]:
     x = inputs[0]
     if x is None:
@@ -351,6 +372,18 @@ _SPECS = (
         takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
     OpSpec("concat", ("x", "y"), _concat, extended=True, doc="""
         out[..., :A] = x, out[..., A:] = y; A: length of x's last axis (latent attention: a row of the cache is [latent | rotated key])."""),
+    OpSpec("short_conv", ("state", "x", "weight", "positions", "query_start", "state_slot"), _short_conv,
+           {"kind": Attr("silu", ACTIVATIONS)}, extended=True, doc="""
+        Causal convolution of each channel over its last L inputs: out[t] = act(Σ_l weight[:, l] · x[t − L + 1 + l]), l ascending. The
+        L − 1 inputs before a step's first row of sequence s are the state of slot state_slot[s], [L − 1, C], oldest first; they are
+        zeros where that row's position is 0. Afterwards the state holds the last L − 1 inputs."""),
+    OpSpec("delta_rule",
+           ("state", "query", "key", "value", "a", "b", "a_log", "dt_bias", "positions", "query_start", "state_slot"),
+           _delta_rule, {"eps": Attr(1e-6)}, extended=True, doc="""
+        Gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10), row by row of a sequence in ascending order. Value head h uses
+        query and key of head h // (H / J); q = query / sqrt(Σ query² + eps) / sqrt(Dk), k = key / sqrt(Σ key² + eps). With
+        S [Dk, Dv] of (sequence, h): S ← exp(−exp(a_log) · softplus(a + dt_bias)) · S; S ← S + k ⊗ σ(b) · (value − Sᵀk); out = Sᵀq.
+        S is the state of slot state_slot[s], [H, Dk, Dv], and zeros before a row of position 0."""),
     OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, _softcap_decomposed, doc="""out = cap · tanh(x / cap)."""),
 )  # fmt: skip
 

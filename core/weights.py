@@ -162,9 +162,7 @@ class WeightRef:
             dims, format, data = _transposed(src, dims, data)
         if self.row_index is not None:
             dims, data = self._gather_rows(src, dims, format, data)
-        if (1, *dims) == tuple(shape):  # a matrix of one row that the file calls a vector
-            dims = (1, *dims)
-        if tuple(dims) != tuple(shape):
+        if not _same_but_ones(dims, shape):
             raise ModelFileError(
                 f"tensor '{src.name}' gives shape {list(dims)}, but the model's configuration asks for {list(shape)}",
                 who=src.file,
@@ -195,7 +193,7 @@ class WeightRef:
             if not dims or max(self.row_index) >= dims[0]:
                 return None
             dims = (len(self.row_index), *dims[1:])
-        return (1, *dims) if (1, *dims) == shape else dims
+        return shape if _same_but_ones(dims, shape) else dims
 
     def _stack(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """All parts in memory at once."""
@@ -220,6 +218,11 @@ class WeightRef:
         if max(self.row_index) >= dims[0]:
             raise ModelFileError(f"tensor '{src.name}' has {dims[0]} rows, but row {max(self.row_index)} is needed", who=src.file)
         return (len(self.row_index), *dims[1:]), _as_rows(dims, format, data)[np.asarray(self.row_index)]
+
+
+def _same_but_ones(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Equal but for axes of length 1: a vector that is a matrix of one row, the kernel [C, 1, L] of a convolution of each channel."""
+    return [d for d in a if d != 1] == [d for d in b if d != 1]
 
 
 def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray:

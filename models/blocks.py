@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.graph import Graph, GraphBuilder, Value
 from .config import DecoderConfig, MoeConfig
+from .delta import delta_net
 from .latent import latent_attention
 from .pieces import linear, norm
 from .rope import RopeConfig
@@ -24,11 +25,15 @@ def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Ma
     """Grouped-query attention of one layer: x [T, C] -> [T, C]. freqs: inv_freq constant of each rotary embedding."""
     p = f"model.layers.{layer}.self_attn"
     heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
-    q = linear(g, x, f"{p}.q_proj", heads * dim, bias=c.qkv_bias)  # [T, H*D]
+    q = linear(g, x, f"{p}.q_proj", heads * dim * (1 + c.attn_gate), bias=c.qkv_bias)  # [T, H*D]
+    gate = None
+    if c.attn_gate:  # [T, H, query | gate]
+        both = g.view(q, ("T", heads, 2 * dim))
+        q, gate = g.slice(both, 0, dim), g.slice(both, dim, 2 * dim)
     k = linear(g, x, f"{p}.k_proj", kv_heads * dim, bias=c.qkv_bias)  # [T, K*D]
     if c.qk_norm and c.qk_norm_all:
         q, k = norm(g, c, q, f"{p}.q_norm"), norm(g, c, k, f"{p}.k_norm")
-    q, k = g.view(q, ("T", heads, dim)), g.view(k, ("T", kv_heads, dim))
+    q, k = q if c.attn_gate else g.view(q, ("T", heads, dim)), g.view(k, ("T", kv_heads, dim))
     v = g.view(linear(g, x, f"{p}.v_proj", kv_heads * dim, bias=c.qkv_bias), ("T", kv_heads, dim))
     if c.qk_norm and not c.qk_norm_all:  # per head, before the rotation
         q, k = norm(g, c, q, f"{p}.q_norm"), norm(g, c, k, f"{p}.k_norm")
@@ -40,6 +45,7 @@ def attention(g: GraphBuilder, c: DecoderConfig, x: Value, layer: int, freqs: Ma
     g.kv_write(cache, k, v)
     sinks = g.weight(f"{p}.sinks", (heads,), "f32") if c.attn_sinks else None
     out = g.attention(q, cache, sinks=sinks, scale=c.query_scale, window=c.window_of(layer), softcap=c.attn_softcap)  # [T, H, D]
+    out = out if gate is None else g.act_mul(gate, out, kind="sigmoid")
     return linear(g, g.view(out, ("T", heads * dim)), f"{p}.o_proj", c.hidden_size, bias=c.output_bias)
 
 
@@ -103,7 +109,8 @@ def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np
     for layer in range(c.num_layers):
         p = f"model.layers.{layer}"
         with g.tag(layer=layer, role="attn"):
-            attend = attention if c.mla is None else latent_attention
+            recurrent = c.delta is not None and layer in c.delta.layers
+            attend = delta_net if recurrent else attention if c.mla is None else latent_attention
             branch = attend(g, c, norm(g, c, x, f"{p}.input_layernorm"), layer, freqs)
             if sandwich:
                 branch = norm(g, c, branch, f"{p}.post_attention_layernorm")

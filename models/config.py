@@ -18,6 +18,7 @@ from .rope import RopeConfig, rope_from_gguf, rope_from_hf
 __all__ = [
     "ACTIVATION_NAMES",
     "DecoderConfig",
+    "DeltaConfig",
     "MlaConfig",
     "MoeConfig",
     "decoder_from_gguf",
@@ -81,6 +82,18 @@ class MlaConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with a gated delta rule in place of attention: heads and their widths, taps of the convolution, and which layers."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer with grouped-query attention and a gated MLP.
 
@@ -88,7 +101,8 @@ class DecoderConfig:
     layer sees sliding_window keys, itself included, and uses local_rope where there is one. no_rope_layers: layers without
     positions. query_scale multiplies q·k. qk_norm: q and k are normed, each head alone or (qk_norm_all) all heads as one vector.
     Multipliers and softcaps of 1.0 and 0.0 mean none. attn_sinks: a logit per head that takes part in the softmax alone. moe: experts in place of the MLP, in all layers but its dense ones. mla: latent
-    attention in place of the grouped one. extra_layers: layers behind the last that predict further tokens, which are left out.
+    attention in place of the grouped one. delta: recurrent layers in place of attention. attn_gate: q_proj gives a gate beside each
+    head's query, whose sigmoid multiplies what attention gives. extra_layers: layers behind the last that predict further tokens, which are left out.
     """
 
     hidden_size: int
@@ -122,6 +136,8 @@ class DecoderConfig:
     hidden_act: str = "silu"
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    delta: DeltaConfig | None = None
+    attn_gate: bool = False
     extra_layers: int = 0
 
     def experts_of(self, layer: int) -> MoeConfig | None:

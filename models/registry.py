@@ -33,6 +33,7 @@ from . import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from .blocks import decoder_graph
@@ -47,7 +48,7 @@ FAMILIES: tuple[Family, ...] = tuple(
     module.FAMILY
     for module in (
         llama, mistral, smollm3, qwen2, qwen3, phi3, internlm2, internlm3, gemma2, gemma3,
-        mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe, gpt_oss,
+        mixtral, qwen2_moe, qwen3_moe, olmoe, granite_moe, gpt_oss, qwen3_next,
     )
 ) + deepseek.FAMILIES  # fmt: skip
 """Every family, in the order of the documentation."""

@@ -320,6 +320,25 @@ FIXTURES_BY_NAME = {
         },
         gguf="gpt-oss",
     ),
+    "qwen3_next": Fixture(
+        "qwen3_next",
+        {
+            **MOE,
+            **HEADS16,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 4,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            **_rope("default", 500.0, partial_rotary_factor=0.5),
+        },
+    ),
 }
 """Folder name -> how it is made."""
 
@@ -378,8 +397,10 @@ KEEP = (
 def _random(key: str, shape: torch.Size, generator: torch.Generator, kind: str) -> torch.Tensor:
     x = torch.randn(shape, generator=generator)
     if "norm" in key:
-        return 0.3 * x if kind.startswith("gemma") else 1.0 + 0.3 * x
-    if key.endswith("bias"):
+        if key.endswith("linear_attn.norm.weight"):
+            return 1.0 + 0.3 * x
+        return 0.3 * x if kind == "qwen3_next" or kind.startswith("gemma") else 1.0 + 0.3 * x
+    if key.endswith(("bias", "A_log")):
         return 0.3 * x
     if key.endswith("experts.gate_up_proj"):
         return x  # so large that the activation is clamped

@@ -61,7 +61,7 @@ MAX_HEAD = 1024
 PROBE_BYTES = 1 << 30
 PROBE_ROUNDS = 5
 
-NATIVE_OPS = tuple(name for name in CATALOGUE if name != "sample")
+NATIVE_OPS = tuple(name for name in CATALOGUE if name not in ("sample", "short_conv", "delta_rule"))
 PLAIN_FLOATS = ("f32", "f16", "bf16")
 
 
@@ -216,7 +216,7 @@ class CpuBackend(Backend):
             if spec.attrs[key].choices and value not in spec.attrs[key].choices:
                 return No(f"'{q.op}': {key}={value!r} is not known")
         if q.op not in NATIVE_OPS:
-            return No("sampled on the host")
+            return No("sampled on the host" if q.op == "sample" else f"cpu_avx has no kernel for '{q.op}'")
         reason = self._refuse_dtypes(q) or _refuse_shapes(q)
         return No(reason) if reason else self._answer(q)
 

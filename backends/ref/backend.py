@@ -10,7 +10,7 @@ then the scales of the keys f32 [K, block_size] and those of the values. f32, un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from fastllm.api import (
     OpFn,
     OpQuery,
     OutOfMemory,
+    SlotSpec,
     Stream,
     Tensor,
     Yes,
@@ -275,6 +276,56 @@ class RefBackend(Backend):
     def _op_moe(self, *operands: Tensor | None, out: Tensor, stream: Stream, ws: Any, kind: str) -> None:
         present = self._read_all(stream, *operands)
         self.write(out, ops.moe(*present, *[None] * (9 - len(present)), kind=kind), stream)  # type: ignore[misc]
+
+    def _op_short_conv(
+        self,
+        state: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        positions: Tensor,
+        query_start: Tensor,
+        state_slot: Tensor,
+        *,
+        out: Tensor,
+        stream: Stream,
+        ws: Any,
+        kind: str,
+    ) -> None:
+        inputs, w = self._read_all(stream, x, weight)
+        result = np.zeros(out.shape, np.float32)
+        for rows, slot in self._sequences(state, positions, query_start, state_slot, stream):
+            result[rows] = ops.short_conv(slot, inputs[rows], w, kind)
+        self.write(out, result, stream)
+
+    def _op_delta_rule(self, state: Tensor, *operands: Tensor, out: Tensor, stream: Stream, ws: Any, eps: float) -> None:
+        *rowed, a_log, dt_bias = self._read_all(stream, *operands[:7])
+        result = np.zeros(out.shape, np.float32)
+        for rows, slot in self._sequences(state, *operands[7:], stream):
+            result[rows] = ops.delta_rule(slot, *(x[rows] for x in rowed), a_log, dt_bias, eps)
+        self.write(out, result, stream)
+
+    def _sequences(
+        self, state: Tensor, positions: Tensor, query_start: Tensor, state_slot: Tensor, stream: Stream
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """(its rows, its state) of every sequence that has rows; the state is zeros at position 0, and is put back when the caller goes on."""
+        where, starts, slots = self._read_all(stream, positions, query_start, state_slot)
+        spec = state.spec
+        if not isinstance(spec, SlotSpec):
+            raise TypeError("short_conv and delta_rule need a state of fixed size")
+        for s, slot in enumerate(slots.tolist()):
+            first, last = int(starts[s]), int(starts[s + 1])
+            if first == last:
+                continue
+            if not 0 <= slot < state.num_blocks:
+                raise IndexError(f"state slot {slot} is outside of 0…{state.num_blocks - 1}")
+            at = state.offset + slot * state.block_bytes
+            raw = self._bytes(state.buffer, at, state.block_bytes, stream)
+            values = raw.view(np.float32).reshape(spec.shape)
+            if where[first] == 0:
+                values[...] = 0
+            yield slice(first, last), values
+            if not isinstance(state.buffer.handle, np.ndarray):
+                self._put(state.buffer, at, raw, stream)
 
     def _op_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor], stream: Stream, ws: Any, group: int) -> None:
         codes, scales = ops.quantize(self.read(x, stream), group)

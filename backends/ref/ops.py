@@ -14,6 +14,7 @@ import numpy as np
 __all__ = [
     "act_mul",
     "attention",
+    "delta_rule",
     "dequantize",
     "dot_rows",
     "embed",
@@ -25,6 +26,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route_topk",
+    "short_conv",
     "softmax",
 ]
 
@@ -120,6 +122,48 @@ def moe(
             hidden = act_mul(product(row, gate, gate_bias, e), None if up is None else product(row, up, up_bias, e), kind)
             out[t] += weights[t, j] * product(hidden, down, down_bias, e)[0]
     return out
+
+
+def short_conv(state: np.ndarray, x: np.ndarray, weight: np.ndarray, kind: str) -> np.ndarray:
+    """The rows of one sequence: x [n, C], weight [C, L] -> [n, C]. state [L − 1, C] is changed in place."""
+    inputs = np.concatenate([state, x])  # [L − 1 + n, C]
+    total = np.zeros_like(x)
+    for tap in range(weight.shape[1]):
+        total = total + inputs[tap : tap + len(x)] * weight[:, tap]
+    state[...] = inputs[len(x) :]
+    return act_mul(total, None, kind)
+
+
+def delta_rule(
+    state: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    eps: float,
+) -> np.ndarray:
+    """The rows of one sequence: query and key [n, J, Dk], value [n, H, Dv], a and b [n, H], a_log and dt_bias [H] -> [n, H, Dv]. state
+    [H, Dk, Dv] is changed in place."""
+    out = np.empty_like(value)
+    group = value.shape[1] // query.shape[1]
+    decay = np.exp(-np.exp(a_log) * np.logaddexp(F32(0), a + dt_bias))  # [n, H]
+    share = _sigmoid(b)
+    for t in range(len(value)):
+        q, k = (np.repeat(_unit(x[t], eps), group, axis=0) for x in (query, key))  # [H, Dk]
+        q = q / F32(math.sqrt(q.shape[1]))
+        state *= decay[t][:, None, None]
+        change = share[t][:, None] * (value[t] - np.einsum("hkv,hk->hv", state, k))
+        state += k[:, :, None] * change[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", state, q)
+    return out
+
+
+def _unit(x: np.ndarray, eps: float) -> np.ndarray:
+    """x / sqrt(Σ x² + eps) over the last axis."""
+    return x / np.sqrt(np.einsum("hk,hk->h", x, x) + F32(eps))[:, None]
 
 
 def _row_sum(x: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ def evaluate(
     """Logits [R, V] of the given rows (all by default) of one sequence of token ids."""
     tokens = np.asarray(ids)
     chosen = np.arange(len(tokens)) if rows is None else np.asarray(rows)
-    store: dict[str, Any] = {"ids": tokens, "positions": np.arange(len(tokens)), "sample_rows": chosen, **weights}
+    store: dict[str, Any] = {"ids": tokens, "positions": np.arange(len(tokens)), "query_start": None, "state_slot": None, "sample_rows": chosen, **weights}
     for value in graph.of_kind("const"):
         store[value.name] = value.data if value.dtype == "i32" else value.data.astype(dtype)
     sizes = {"T": len(tokens), "R": len(chosen)}
@@ -91,6 +91,12 @@ def _run(node: Node, x: list[Any], graph: Graph, store: dict[str, Any]) -> Any:
         return x[0] + x[1]
     if node.op == "mul":
         return x[0] * x[1]
+    if node.op == "short_conv":
+        padded = np.concatenate([np.zeros((x[2].shape[1] - 1, x[1].shape[1])), x[1]])
+        taps = [padded[i : i + len(x[1])] * x[2][:, i] for i in range(x[2].shape[1])]
+        return _activation(sum(taps), a["kind"])
+    if node.op == "delta_rule":
+        return _delta_rule(*x[1:8], a["eps"])
     if node.op == "route_topk":
         return _route(x[0], x[1], a)
     if node.op == "moe":
@@ -129,6 +135,18 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, a: Mapping[str, Any]
         weights = np.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - top))
         out[:, h] = weights / total @ v[:, h // group]
+    return out
+
+
+def _delta_rule(q: Any, k: Any, v: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, eps: float) -> np.ndarray:
+    out = np.zeros(v.shape)
+    for h in range(v.shape[1]):
+        state, j = np.zeros((q.shape[2], v.shape[2])), h // (v.shape[1] // q.shape[1])
+        for t in range(len(v)):
+            query, key = (x[t, j] / math.sqrt(float(x[t, j] @ x[t, j]) + eps) for x in (q, k))
+            state = state * math.exp(-math.exp(a_log[h]) * math.log1p(math.exp(a[t, h] + dt_bias[h])))
+            state = state + np.outer(key, (v[t, h] - state.T @ key) / (1 + math.exp(-b[t, h])))
+            out[t, h] = state.T @ query / math.sqrt(q.shape[2])
     return out
 
 

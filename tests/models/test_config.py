@@ -34,6 +34,7 @@ ONE_PER_FAMILY = [
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "qwen3_next",
 ]
 SCALED = ["llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_yarn_options", "phi3"]
 TWINS = ["llama", "llama_llama3", "llama_yarn", "smollm3", "qwen2", "qwen3", "phi3", "internlm2", "gemma2", "gemma3"]
@@ -216,6 +217,7 @@ def test_experts_that_cannot_be_are_an_error(name, changes, message, tiny):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
         ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit"),
     ],
 )

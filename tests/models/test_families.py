@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fastllm.api import RefBackend
+from fastllm.backends.cpu_avx.backend import CpuBackend
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
@@ -51,6 +53,25 @@ def test_prefill_and_decode_on_ref_give_the_same_logits(name, source, tiny):
         rows += [executor.run(_step(case.ids, p, p + 1)).logits.copy() for p in range(PROMPT, len(case.ids))]
     finally:
         executor.close()
+    assert case.error(np.concatenate(rows)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "gemma3", "mixtral"])
+def test_prefill_in_chunks_and_decode_on_cpu_avx_give_the_same_logits(name, tiny):
+    """What cpu_avx has no kernel for runs on ref."""
+    case = tiny(name)
+    limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)
+    with CpuBackend(threads=2, act="f32", kv_dtype="f32") as cpu, RefBackend() as ref:
+        backends = {"cpu_avx": cpu, "ref": ref}
+        plan = make_plan(case.model.graph, case.model.weights, case.files.tensors, backends, Placement.on("cpu_avx"), limits)
+        left = {plan.graph.nodes[d.node].op for d in plan.fallbacks}
+        assert left == ({"short_conv", "delta_rule"} if name == "qwen3_next" else set())
+        executor = Executor(plan, case.model.weights, case.files.tensors, backends)
+        try:
+            cuts = [0, 1, 8, 19, PROMPT, *range(PROMPT + 1, len(case.ids) + 1)]
+            rows = [executor.run(_step(case.ids, a, b)).logits.copy() for a, b in pairwise(cuts)]
+        finally:
+            executor.close()
     assert case.error(np.concatenate(rows)) <= TOLERANCE
 
 

@@ -190,6 +190,12 @@ CHANGES: dict[str, dict[str, Callable[[DecoderConfig], DecoderConfig]]] = {
         "rounded range of yarn": rope(truncate=True),
         "no attention factor": rope(attention_factor=1.0),
     },
+    "qwen3_next": {
+        "weights not renormalised": moe(renorm=False),
+        "shared expert without its gate": moe(shared_gate=False),
+        "no q, k norm": fields(qk_norm=False),
+        "the whole head turns": rope(rotary_dim=16),
+    },
     "kimi_k2": {"no bias chooses": moe(choose_bias=False)},
     "granite_moe": {
         "softmax over all": moe(score="softmax"),
@@ -331,6 +337,30 @@ def test_fixture_notices_gate_and_up_as_halves_instead_of_alternating(tiny, orac
         return replace(ref, parts=tuple(replace(p, row_index=rows) for p in ref.parts))
 
     assert renamed(case, oracle, halves) > NOTICED
+
+
+@pytest.mark.parametrize("what", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"])
+def test_fixture_notices_projections_that_are_read_straight(what, tiny, oracle):
+    case = tiny("qwen3_next")
+
+    def straight(name):
+        ref = case.model.weights[name]
+        return replace(ref, row_index=tuple(sorted(ref.row_index))) if what in name else ref
+
+    def exchanged(name):
+        ref = case.model.weights[name]
+        return replace(ref, row_index=ref.row_index[::-1]) if what in name else ref
+
+    moved = [renamed(case, oracle, rule) for rule in (straight, exchanged)]
+    assert moved[1] > NOTICED
+    assert what != "in_proj_qkv" or moved[0] > NOTICED
+
+
+def test_fixture_notices_norms_without_their_one_and_one_that_has_it(tiny, oracle):
+    case = tiny("qwen3_next")
+    for stem in sorted({split_layer(n)[1] for n in case.model.weights if n.endswith("norm.weight")}):
+        one = 1.0 if stem == "linear_attn.norm" else 0.0
+        assert renamed(case, oracle, lambda n, s=stem, o=one: WeightRef(n, add=o) if split_layer(n)[1] == s else case.model.weights[n]) > NOTICED
 
 
 def test_keys_and_values_of_a_joint_kv_b_are_those_of_the_split_one(tiny, oracle):

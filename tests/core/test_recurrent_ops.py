@@ -1,0 +1,92 @@
+"""`short_conv` and `delta_rule` on ref: a sequence in any chunks, its own slot only, and zeros at position 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastllm.api import RefBackend, SlotSpec, Stream, Tensor
+from fastllm.core.errors import ShapeError
+from fastllm.core.graph import GraphBuilder
+
+SLOTS, CHANNELS, TAPS = 3, 6, 4
+RNG = np.random.default_rng(0)
+
+
+class State:
+    """Slots of one layer, and the two ops on them."""
+
+    def __init__(self, shape):
+        self.backend, self.spec = RefBackend(), SlotSpec(shape)
+        self.nbytes = int(np.prod(shape)) * 4
+        self.buffer = self.backend.alloc(SLOTS * self.nbytes, "state")
+        self.slots = self.buffer.handle.view(np.float32).reshape(SLOTS, *shape)
+        self.slots[...] = 7.0  # of whoever had them before
+        self.tensor = Tensor(self.buffer, 0, (), "slot", spec=self.spec, num_blocks=SLOTS, block_bytes=self.nbytes)
+
+    def run(self, op, rowed, fixed, first, slot, **attrs):
+        """Rows of one sequence from position `first` on."""
+        count = len(rowed[0])
+        step = [np.arange(first, first + count, dtype=np.int32), np.array([0, count], np.int32), np.array([slot], np.int32)]
+        shape = rowed[2].shape if op == "delta_rule" else rowed[0].shape
+        out = np.full(shape, np.nan, np.float32)
+        operands = [self.wrap(a) for a in (*rowed, *fixed, *step)]
+        self.backend.ops()[f"ref.{op}"](self.tensor, *operands, out=self.wrap(out), stream=Stream(), ws=None, **attrs)
+        return out
+
+    def wrap(self, array):
+        dtype = {"f": "f32", "i": "i32"}[array.dtype.kind]
+        return Tensor(self.backend.wrap_host(array.reshape(-1).view(np.uint8), False), 0, array.shape, dtype)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+CONV = ("short_conv", (TAPS - 1, CHANNELS), [normal(20, CHANNELS)], [normal(CHANNELS, TAPS)], {"kind": "silu"})
+DELTA = (
+    "delta_rule",
+    (4, 3, 5),
+    [normal(20, 2, 3), normal(20, 2, 3), normal(20, 4, 5), normal(20, 4), normal(20, 4)],
+    [normal(4), normal(4)],
+    {"eps": 1e-6},
+)
+
+
+@pytest.mark.parametrize(("op", "shape", "rowed", "fixed", "attrs"), [CONV, DELTA], ids=["short_conv", "delta_rule"])
+def test_a_sequence_has_the_same_bits_in_any_chunks_and_leaves_other_slots_alone(op, shape, rowed, fixed, attrs):
+    whole_state = State(shape)
+    whole = whole_state.run(op, rowed, fixed, 0, 1, **attrs)
+    assert np.isfinite(whole).all()
+    for cuts in ([0, 1, 2, 9, 20], list(range(21))):
+        state, parts = State(shape), []
+        for a, b in zip(cuts, cuts[1:], strict=False):
+            parts.append(state.run(op, [np.ascontiguousarray(x[a:b]) for x in rowed], fixed, a, 2, **attrs))
+        assert np.array_equal(np.concatenate(parts), whole)
+        assert np.array_equal(state.slots[2], whole_state.slots[1])
+        assert (state.slots[:2] == 7.0).all()
+    again = whole_state.run(op, rowed, fixed, 0, 1, **attrs)
+    assert np.array_equal(again, whole)
+    later = whole_state.run(op, rowed, fixed, 20, 1, **attrs)
+    assert not np.array_equal(later, whole)
+
+
+def test_a_slot_that_does_not_exist_is_an_error():
+    op, shape, rowed, fixed, attrs = CONV
+    with pytest.raises(IndexError, match="state slot 3 is outside of 0…2"):
+        State(shape).run(op, rowed, fixed, 0, 3, **attrs)
+
+
+def test_states_and_windows_that_do_not_fit_are_refused():
+    g = GraphBuilder("t")
+    x = g.embed(g.input("ids"), g.weight("embed", (32, 6)))
+    weight = g.weight("conv", (6, 4), "f32")
+    with pytest.raises(ShapeError, match=r"a state of f32\[3, 6\]"):
+        g.short_conv(g.slot_state("wrong", (4, 6)), x, weight)
+    y = g.short_conv(g.slot_state("right", (3, 6)), x, weight)
+    window = g.window(y, 2, (2, 2))
+    assert (window.shape, window.view.offset, window.view.strides) == (("T", 2, 2), 2, (6, 2, 1))
+    with pytest.raises(ShapeError, match=r"a row of 6 elements has no window of \[2, 2\] at 3"):
+        g.window(y, 3, (2, 2))
+    with pytest.raises(ShapeError, match="delta_rule"):
+        g.delta_rule(g.slot_state("s", (2, 2, 2)), window, window, window, x, x, weight, weight)
