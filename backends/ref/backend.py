@@ -298,10 +298,11 @@ class RefBackend(Backend):
         self.write(out, result, stream)
 
     def _op_delta_rule(self, state: Tensor, *operands: Tensor, out: Tensor, stream: Stream, ws: Any, eps: float) -> None:
-        *rowed, a_log, dt_bias = self._read_all(stream, *operands[:7])
+        query, key, value, a, b, a_log, dt_bias = self._read_all(stream, *operands[:7])
+        positions, query_start, state_slot = operands[7:]
         result = np.zeros(out.shape, np.float32)
-        for rows, slot in self._sequences(state, *operands[7:], stream):
-            result[rows] = ops.delta_rule(slot, *(x[rows] for x in rowed), a_log, dt_bias, eps)
+        for r, slot in self._sequences(state, positions, query_start, state_slot, stream):
+            result[r] = ops.delta_rule(slot, query[r], key[r], value[r], a[r], b[r], a_log, dt_bias, eps)
         self.write(out, result, stream)
 
     def _sequences(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -60,7 +62,7 @@ def test_a_sequence_has_the_same_bits_in_any_chunks_and_leaves_other_slots_alone
     assert np.isfinite(whole).all()
     for cuts in ([0, 1, 2, 9, 20], list(range(21))):
         state, parts = State(shape), []
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             parts.append(state.run(op, [np.ascontiguousarray(x[a:b]) for x in rowed], fixed, a, 2, **attrs))
         assert np.array_equal(np.concatenate(parts), whole)
         assert np.array_equal(state.slots[2], whole_state.slots[1])
