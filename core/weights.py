@@ -226,8 +226,11 @@ def _same_but_ones(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray:
-    """Bytes [rows, bytes of a row] of a tensor."""
-    return data.reshape(dims[0], FORMATS[format].nbytes(int(np.prod(dims[1:], dtype=np.int64))))
+    """Bytes [rows, bytes of a row] of a tensor. Raises ModelFileError if a row is not whole blocks of its format."""
+    row = int(np.prod(dims[1:], dtype=np.int64))
+    if row % FORMATS[format].block:
+        raise ModelFileError(f"rows of {row} values cannot be taken from a tensor of shape {list(dims)} in {format}")
+    return data.reshape(dims[0], FORMATS[format].nbytes(row))
 
 
 def _transposed(src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> tuple[tuple[int, ...], str, np.ndarray]:

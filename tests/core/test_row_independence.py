@@ -34,8 +34,8 @@ PARAMS = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=77, max_toke
 
 
 def requantised(source: TensorSource, format: str) -> TensorSource:
-    """A matrix in another format; norms, and rows that are no whole blocks, stay as they are."""
-    if len(source.shape) != 2 or source.shape[1] % 32:
+    """A matrix in another format; norms, biases, and rows that are no whole blocks, stay as they are."""
+    if len(source.shape) != 2 or source.shape[1] % 32 or source.name.endswith("bias"):
         return source
     values = _kernels.decode(source.format, source.data, int(np.prod(source.shape)))
     return TensorSource(source.name, source.shape, format, _kernels.encode(format, values))

@@ -107,3 +107,10 @@ def test_a_vector_is_a_matrix_of_one_row():
     sources = {"w": TensorSource("w", (8,), "f32", values.view(np.uint8))}
     assert WeightRef("w").resolve(sources, "g", (1, 8)).shape == (1, 8)
     assert WeightRef("w").shape_in(sources["w"], (1, 8)) == (1, 8)
+
+
+def test_values_of_a_block_cannot_be_taken_apart():
+    sources, _ = stacked("q8_0")
+    sources["v"] = TensorSource("v", (32,), "q8_0", sources["w"].data[:34])
+    with pytest.raises(ModelFileError, match=r"rows of 1 values cannot be taken from a tensor of shape \[32\] in q8_0"):
+        WeightRef("v", row_index=(0, 2)).resolve(sources, "g", (2,))
