@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install run chat test lint conformance docs wheel clean
+.PHONY: install run chat test lint conformance docs bench wheel clean
 
 install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
 
@@ -28,6 +28,9 @@ conformance: install ## every mutant, then the whole suite on cpu_avx in every v
 
 docs: install ## write the generated parts of the documents
 	$(BIN)/python scripts/make_docs.py
+
+bench: install ## the default model beside the limits of this machine; `python -m benchmarks --help` for the rest
+	$(BIN)/fastllm bench $(MODEL)
 
 wheel: ## build dist/*.whl
 	$(PYTHON) -m venv build/wheel-env && build/wheel-env/bin/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .

@@ -29,17 +29,21 @@ class Sink:
 
     def __init__(self, out: Path | None):
         self.out, self.records = out, list[dict[str, Any]]()
+        self.clock = results.OthersClock()
         if out is not None:
             results.load(out)  # says now what is wrong with it
 
     def add(self, record: dict[str, Any]) -> None:
         """One record."""
+        record["others"] = self.clock.share()
         self.records.append(record)
         value = f"{results.spread(record['value'])} {record['unit']}" if record["value"] else f"– {record['reason']}"
         ratio = ""
         if record["ratio"]:
             ratio = f"{record['ratio']['median']:.2f} ×" if record["ours"] else results.spread(record["ratio"], percent=True)
         click.echo(f"{record['engine']:14} {results.cell_name(record):44} {value:34} {ratio}")
+        if record["others"] > 0.1:
+            click.echo(f"  other programs took {record['others']:.1f} cores meanwhile: measure this again", err=True)
         if self.out is not None:
             document = results.load(self.out)
             results.merge(document, [record])
@@ -166,6 +170,19 @@ def show(files: tuple[Path, ...]) -> None:
     """Print results files as tables."""
     for path in files:
         click.echo(f"{path}\n\n{results.table(results.load(path)['rows'])}\n")
+
+
+@cli.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("docs/plots"), show_default=True, help="Folder for the figures.")
+def plots(files: tuple[Path, ...], out: Path) -> None:
+    """Draw growth curves of results files (those of benchmarks/results) as SVG."""
+    from .plots import draw
+    from .tables import RESULTS
+
+    rows = [row for path in files or sorted(RESULTS.glob("*.json")) for row in results.load(path)["rows"]]
+    for made in draw(rows, out):
+        click.echo(made)
 
 
 def main() -> None:

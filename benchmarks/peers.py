@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,13 @@ PEERS: dict[str, Peer] = {
     "llama.cpp": Peer("llama.cpp", "peer_llama_cpp.py"),
     "llama.cpp-flash": Peer("llama.cpp", "peer_llama_cpp.py", options={"flash": "on"}, note="flash attention"),
     "llama.cpp-avx2": Peer("llama.cpp-avx2", "peer_llama_cpp.py"),
+    "ik_llama.cpp": Peer("ik_llama.cpp", "peer_ik_llama.py"),
+    "ftllm-1": Peer("ftllm", "peer_ftllm.py", "hf", {"dtype": "int4g128"}, threads=1),
+    "ftllm-2": Peer("ftllm", "peer_ftllm.py", "hf", {"dtype": "int4g128"}, threads=2),
+    "openvino": Peer("openvino", "peer_openvino.py"),
+    "onnxruntime": Peer("onnxruntime", "peer_onnxruntime.py", "hf"),
+    "torch-bf16": Peer("torch", "peer_torch.py", "hf", {"dtype": "bf16"}),
+    "torch-int8": Peer("torch", "peer_torch.py", "hf", {"dtype": "int8"}),
 }
 
 
@@ -49,7 +57,9 @@ class WorkerError(Exception):
 
 
 class Process:
-    """A worker that runs. Close it."""
+    """A worker that runs. Close it. patience_s: a worker that does not answer for so long is ended; it may have to convert a model."""
+
+    patience_s = 220.0
 
     def __init__(self, python: str | Path, script: Path, log: Path | None = None):
         self._log = log.open("wb") if log else None
@@ -67,14 +77,21 @@ class Process:
         """The result. Raises WorkerError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        given_up = threading.Event()
+        late = threading.Timer(self.patience_s, lambda: (given_up.set(), self._process.kill()))
+        late.start()
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:
             line = ""
+        finally:
+            late.cancel()
         if not line:
             code = self._process.wait()
+            if given_up.is_set():
+                raise WorkerError(f"the engine did not {do} within {self.patience_s:g} s")
             raise WorkerError(f"the engine's process ended while it was asked to {do}" + (f" (signal {-code})" if code < 0 else f" (exit code {code})"))
         answer = json.loads(line)
         if "error" in answer:

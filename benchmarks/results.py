@@ -6,12 +6,14 @@ A file is {"schema": 1, "machine": {…}, "rows": [record, …]}. A record is a 
     engine   fastllm | llama.cpp | …            options  {"threads": 2, "isa": "avx512", …}: what was set or found
     ours     spread of fastllm, measured in turns with `value` (peers only); `ratio` is then ours / theirs
     commit, when                                the version that was measured and the time
+    others   cores that other programs (and the hypervisor's other guests) took while it was measured
 
 Machines are shared, so a run may be cut in pieces: a record replaces the one with the same suite, model, engine, options, cell and params.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -21,9 +23,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastllm.bench import Row
+from fastllm.bench import Row, Spread, number
 
-__all__ = ["SCHEMA", "check", "load", "machine", "merge", "record", "save", "table"]
+__all__ = ["SCHEMA", "OthersClock", "check", "load", "machine", "merge", "record", "save", "table"]
 
 SCHEMA = 1
 KEY = ("suite", "model", "engine", "options", "cell", "params")
@@ -39,6 +41,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "limit": (float, int, type(None)),
     "limit_of": str,
     "reason": str,
+    "others": (float, int),
     "commit": str,
     "when": str,
 }
@@ -50,7 +53,37 @@ def record(suite: str, model: str, engine: str, options: Mapping[str, Any], row:
 
     stamp = {"commit": commit(), "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     owner = {"suite": suite, "model": model, "engine": engine, "options": dict(options)}
-    return json.loads(json.dumps({**owner, **row.as_dict(), "ours": asdict(ours) if ours else None, **stamp}))
+    return json.loads(json.dumps({**owner, **row.as_dict(), "ours": asdict(ours) if ours else None, "others": 0.0, **stamp}))
+
+
+class OthersClock:
+    """How much of the machine others take, from one call of `share` to the next (Linux; 0 elsewhere)."""
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    def share(self) -> float:
+        """Cores that neither this process nor its children used, a mean since the last call."""
+        before, self._last = self._last, self._read()
+        wall = self._last[0] - before[0]
+        return round(max(0.0, (self._last[1] - before[1] - (self._last[2] - before[2])) / wall), 2) if wall > 0 else 0.0
+
+    def _read(self) -> tuple[float, float, float]:
+        """(now, CPU seconds of the whole machine, CPU seconds of our processes)."""
+        import psutil
+
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        except OSError:
+            return time.perf_counter(), 0.0, 0.0
+        user, nice, system, _, _, irq, softirq, steal = (int(f) for f in fields[:8])
+        whole = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        me, own = psutil.Process(), 0.0
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                own += times.user + times.system + times.children_user + times.children_system
+        return time.perf_counter(), whole, own
 
 
 def commit() -> str:
@@ -89,8 +122,8 @@ def check(document: Any) -> list[str]:
     rows = document.get("rows")
     if not isinstance(rows, list):
         return [*wrong, "rows is no list"]
-    for number, row in enumerate(rows):
-        where = f"rows[{number}]"
+    for place, row in enumerate(rows):
+        where = f"rows[{place}]"
         wrong += [f"{where}.{name} is missing or of a wrong type" for name, kind in TYPES.items() if not isinstance(row.get(name, ...), kind)]
         for name in SPREADS:
             spread = row.get(name, ...)
@@ -144,17 +177,9 @@ def _rounded(value: Any) -> Any:
     return [_rounded(v) for v in value] if isinstance(value, list) else value
 
 
-def number(value: float) -> str:
-    """Three or four digits, with separators."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def spread(value: Mapping[str, Any] | None, percent: bool = False) -> str:
-    """`median (q1 – q3)`."""
-    if value is None:
-        return "–"
-    show = (lambda v: f"{100 * v:.0f} %") if percent else number
-    return show(value["median"]) if len(value["samples"]) < 2 else f"{show(value['median'])} ({show(value['q1'])} – {show(value['q3'])})"
+    """`median (q1 – q3)` of a stored spread."""
+    return "–" if value is None else Spread(**value).text(percent)
 
 
 def cell_name(row: Mapping[str, Any]) -> str:

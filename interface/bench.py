@@ -28,7 +28,7 @@ from .core.sampling import SamplingParams
 if TYPE_CHECKING:
     from .loading import LoadedModel
 
-__all__ = ["Bench", "Row", "Spread", "alternate", "best_of"]
+__all__ = ["Bench", "Row", "Spread", "alternate", "number"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Spread:
             raise ValueError("a spread of no samples")
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         return cls(median, q1, q3, values)
+
+    def text(self, percent: bool = False) -> str:
+        """`median (q1 – q3)` in three or four digits; the median alone if there is one sample."""
+        show = (lambda v: f"{100 * v:.0f} %") if percent else number
+        return show(self.median) if len(self.samples) < 2 else f"{show(self.median)} ({show(self.q1)} – {show(self.q3)})"
 
 
 @dataclass
@@ -70,6 +75,11 @@ class Row:
         return asdict(self)
 
 
+def number(value: float) -> str:
+    """Three digits, or all before the point, with separators."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def alternate(repeat: int, measure: Callable[[], float], limit: Callable[[], float | None] | None = None) -> tuple[list[float], list[float]]:
     """`repeat` values, each between two measurements of the limit: (values, limits: the mean of the two beside each; [] without limit).
 
@@ -85,11 +95,6 @@ def alternate(repeat: int, measure: Callable[[], float], limit: Callable[[], flo
             limits.append((before + after) / 2)
         before = after
     return values, limits if len(limits) == repeat else []
-
-
-def best_of(times: int, measure: Callable[[], float]) -> float:
-    """The smallest of some measurements."""
-    return min(measure() for _ in range(times))
 
 
 class Watch:

@@ -399,9 +399,19 @@ def calibration() -> str:
 
 
 COMMANDS = (
-    "run", "server", "bench.serve", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "run", "server", "bench.model", "bench.serve", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
     "conformance.run", "conformance.list", "conformance.verify", "conformance.self-test", "conformance.calibrate",
 )  # fmt: skip
+
+
+def performance(name: str) -> str:
+    """A table of the committed measurements; `benchmarks` is a folder of the repository, not a package that is installed."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from benchmarks import tables
+
+    return tables.PARTS[name]()
+
 
 PARTS: dict[str, Callable[[], str]] = {
     "families": families,
@@ -429,6 +439,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "backend-list": backend_list,
     "kills": kills,
     "calibration": calibration,
+    **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds")},
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
 }

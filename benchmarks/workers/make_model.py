@@ -164,6 +164,7 @@ def write_folder(shape: dict[str, Any], folder: Path) -> None:
             arrays += [(theirs.format(e=e), bf16(part)) for e, part in enumerate(values(ours, size))]
         else:
             arrays.append((theirs, bf16(values(ours, size))))
+    arrays.append(("lm_head.weight", arrays[0][1]))  # the embedding, tied; some engines look for it in the file
     header: dict[str, Any] = {}
     offset = 0
     for name, array in arrays:

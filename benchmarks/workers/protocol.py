@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,11 @@ class Worker:
 
 def serve(worker: Worker) -> None:
     """Answers until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
+    questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # an engine that asks "press any key" gets none
     os.dup2(2, 1)
-    for line in sys.stdin:
+    for line in questions:
         message: dict[str, Any] = json.loads(line)
         method = getattr(worker, message.pop("do"), None)
         try:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import environments, limits, peers, results
+from benchmarks import environments, limits, peers, plots, results, tables
 from fastllm.bench import Row, Spread
 
 
@@ -127,7 +127,6 @@ def test_a_peer_that_cannot_be_installed_is_a_row(worker, monkeypatch, tmp_path)
 
 def test_an_environment_is_made_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(environments, "_call", lambda command, variables, what: (calls.append(what), environments.cache_folder().mkdir(exist_ok=True)))
     folder = environments.cache_folder() / "envs" / "x"
     monkeypatch.setitem(environments.RECIPES, "x", lambda: environments.Recipe((("a",), ("b",)), note="n"))
     monkeypatch.setattr(environments, "_call", lambda command, variables, what: (calls.append(what), folder.mkdir(parents=True, exist_ok=True)))
@@ -149,7 +148,8 @@ def test_the_command_writes_what_it_prints(tmp_path, tiny):
     done = CliRunner().invoke(command.cli, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     rows = json.loads(out.read_text())["rows"]
-    assert len(done.output.splitlines()) == len(rows) == 4
+    assert len([line for line in done.output.splitlines() if line.startswith("fastllm ")]) == len(rows) == 4
+    assert all(row["others"] >= 0 for row in rows)
     shown = CliRunner().invoke(command.cli, ["show", str(out)], catch_exceptions=False).output
     assert shown.count("| tiny | fastllm | sampling, ") == 3
 
@@ -176,3 +176,27 @@ def test_workers_speak_the_protocol(tmp_path):
                 process.call(do)
     finally:
         process.close()
+
+
+def test_growth_curves_are_drawn_from_the_rows():
+    def ours(cell, params, value, threads=2, model="llama1b-q4_0"):
+        row = Row(cell, params, "tok/s", Spread.of([value]), 2 * value)
+        return results.record("engine", model, "fastllm", {"threads": threads}, row)
+
+    decodes = [ours("decode", {"context": c, "tokens": 16}, v) for c, v in ((0, 50.0), (2048, 40.0))]
+    rows = [*decodes, ours("batch", {"streams": 8, "tokens": 24}, 200.0), ours("decode", {"context": 0, "tokens": 16}, 30.0, threads=1)]
+    drawn = plots.figures(rows)
+    assert set(drawn) == {"context", "streams", "threads"}  # one size is no curve
+    assert [(line["name"], line["x"], line["y"]) for line in drawn["context"]["lines"]] == [
+        ("fastllm", [0, 2048], [20, 25]),
+        ("read bandwidth", [0, 2048], [10, 12.5]),
+    ]
+    assert (drawn["streams"]["lines"][0]["x"], drawn["streams"]["lines"][0]["y"]) == ([1, 8], [50, 200])
+    assert drawn["threads"]["lines"][0]["y"] == pytest.approx([1, 50 / 30])
+    assert plots.figures([]) == {}
+
+
+def test_the_document_is_made_of_the_committed_results():
+    rows = [row for path in sorted(tables.RESULTS.glob("*.json")) for row in results.load(path)["rows"]]
+    for suite in ("limits", "engine", "peers"):
+        assert all(row["model"] in tables.PARTS[f"performance.{suite}"]() for row in rows if row["suite"] == suite)

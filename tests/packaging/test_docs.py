@@ -33,8 +33,8 @@ def load(path: str) -> ModuleType:
 
 make_docs = load("scripts/make_docs.py")
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in make_docs.documents()]
-OTHER_OPTIONS = {"--write", "--check", "--model", "--http-mode"}
-"""Options of scripts, which documents may name, too."""
+OTHER_OPTIONS = {"--write", "--check", "--model", "--http-mode", "--cells", "--isa", "--kv-dtype", "--opt", "--peer", "--out"}
+"""Options of scripts and of `python -m benchmarks`, which documents may name, too."""
 
 
 def read(name: str) -> str:
@@ -95,7 +95,7 @@ def parse(words: list[str]) -> None:
 
 def source_text() -> str:
     """Everything that may read an environment variable."""
-    rooms = ("core", "models", "formats", "text", "backends", "conformance", "interface")
+    rooms = ("core", "models", "formats", "text", "backends", "conformance", "interface", "benchmarks")
     files = [p for room in rooms for p in (ROOT / room).rglob("*.py") if "__pycache__" not in p.parts]
     return "\n".join(p.read_text(encoding="utf-8") for p in [*files, ROOT / "setup.py"])
 

@@ -1,0 +1,88 @@
+"""`fastllm bench MODEL`: how fast a model runs here, as shares of what the machine can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import load_options, model_options
+
+if TYPE_CHECKING:
+    from ..bench import Bench, Row
+
+__all__ = ["model_command"]
+
+
+@click.command("model")
+@click.argument("model", required=False)
+@click.option("--input-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt, and context of the second decode.")
+@click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True, help="Steps of each decode.")
+@click.option("--batch", type=click.IntRange(2), multiple=True, help="Streams that decode together; may be repeated.  [default: 8]")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds before anything counts.")
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+def model_command(model: str | None, **values: Any) -> None:
+    """Measure prompt and answer speed of MODEL, with random tokens.
+
+    Each line is a median with quartiles, and a share of this machine's limit, measured before and after every repeat: read bandwidth for
+    decoding, the peak of the best multiply instruction for prompts. Other programs that run lower both.
+
+    \b
+    fastllm bench
+    fastllm bench ./model.gguf --input-tokens 2048 --batch 8 --batch 32 --json
+    """
+    from ..bench import Bench
+    from ..loading import DEFAULT_MODEL, load_model
+    from .terminal import Reporter
+
+    streams = sorted(set(values["batch"] or (8,)))
+    room = values["input_tokens"] + values["output_tokens"] + 1
+    own = 16 + values["output_tokens"] + 1  # of a stream in a batch
+    values["ctx"] = values["ctx"] or max(room, own, 64)
+    # The prompt of a context stays beside new prompts; a stream is admitted if there is a spare block for it and every other.
+    blocks = 2 * -(-room // 64) + streams[-1] * (1 + -(-own // 64))
+    with Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
+        callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
+        size = {"max_batch_size": streams[-1], "kv_cache_tokens": max(64 * blocks, values["ctx"])}
+        loaded = load_model(model or DEFAULT_MODEL, load_options(values, **size, **callbacks))
+    try:
+        bench = Bench(loaded)
+        facts = {"model": loaded.name, "backend": loaded.backend, "threads": loaded.threads, "load_s": loaded.load_s}
+        if not values["as_json"]:
+            click.echo(f"{loaded.name} on {loaded.backend}, {loaded.threads} thread{'s' * (loaded.threads != 1)}, loaded in {loaded.load_s:.2f} s")
+        rows = []
+        for row in measure(bench, streams, values):
+            rows.append(row)
+            if not values["as_json"]:
+                click.echo(line(row))
+    finally:
+        loaded.close()
+    if values["as_json"]:
+        click.echo(json.dumps({**facts, "rows": [row.as_dict() for row in rows]}))
+
+
+def measure(bench: Bench, streams: list[int], values: dict[str, Any]) -> Iterator[Row]:
+    """The rows, each as soon as it is there."""
+    prompt, new, repeat = values["input_tokens"], values["output_tokens"], values["repeat"]
+    for _ in range(values["warmup"]):
+        bench.prefill(prompt)
+        bench.decode(0, new)
+    yield bench.prefill_row(prompt, repeat)
+    yield bench.decode_row(0, new, repeat)
+    yield bench.decode_row(prompt, new, repeat)
+    for count in streams:
+        yield bench.batch_row(count, new, repeat)
+
+
+def line(row: Row) -> str:
+    """One line of the report."""
+    from ..bench import number
+
+    what = {"prefill": "prompt of {tokens:,} tokens", "decode": "answer, context {context:,}", "batch": "{streams} answers at once, in all"}[row.cell]
+    value = row.value.text() if row.value else ""
+    share = f"{row.ratio.text(percent=True)} of {number(row.limit)}: {row.limit_of}" if row.ratio and row.limit else "no limit known"
+    return f"{what.format(**row.params):28} {f'{value} {row.unit}':32} {share}"
