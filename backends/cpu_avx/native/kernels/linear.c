@@ -1,7 +1,8 @@
 /* The linear kernels of one variant: y = x * W^T for packed weights (layouts.h has the layouts and the exact arithmetic).
  *
- * Few rows (1-4), "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for all rows;
- * a tile is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed.
+ * Few rows, "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for four rows; a tile
+ * is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed. More rows take the same
+ * strip again, out of L2, up to the number of rows where unpacking once is quicker (direct_rows).
  *
  * Many rows, "prefill": limited by multiply-adds. A chunk of 256 k x 32 outputs is unpacked once to one byte per code, in L1
  *     chunk.codes: [tile of 32 k][step of 4 k][32 rows][4 k]   8 KB          chunk.sw, msw, mw: [group][32 rows]
@@ -25,7 +26,7 @@ enum {
     CHUNK_TILES = CHUNK / FL_TILE_K,
     CHUNK_GROUPS = CHUNK / 16
 };
-enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DECODE_ROWS = 4, PREFETCH = 3072 };
+enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
 
 /* Vector variants: one copy of every kernel per layout and row count, unrolled, so that sums stay in registers. Plain C: one copy of
  * each for everything, told at run time what to do (a hundred unrolled copies without vector types take a compiler minutes). */
@@ -287,9 +288,10 @@ FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
-/* out[r] = sums of rows row0.. of one strip. */
+/* out[r] = sums of R rows from row0 on, of one strip. ahead, lines: what each tile asks for; the whole strip is read once for 4 rows, so
+ * with more rows the reading of the next one is spread over all passes. */
 KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, int strip,
-                   float (*out)[FL_STRIP]) {
+                   float (*out)[FL_STRIP], const uint8_t *ahead, int lines) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const int NV = R == 1 ? MOST_VECTORS : 2, tile_bytes = fl_tile_bytes(L);
     const int tiles = L->block / FL_TILE_K, group = fl_group_tiles(L);
@@ -311,8 +313,12 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
                 start_sums(L, R, NV, half, record, ldr, sum);
                 for (int i = 0; i < group; i++) {
                     const uint8_t *tile = p + i * tile_bytes;
-                    if (half == 0 && v0 == 0)
-                        UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
+                    if (half == 0 && v0 == 0) {
+                        if (lines)
+                            for (int at = 0; at < lines; at++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                        else
+                            UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
+                    }
                     tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum);
                 }
                 UNROLL for (int v = 0; v < NV; v++) {
@@ -328,6 +334,32 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++)
         vf_store(out[r] + FL_LANES * v, vsum_float(acc[r][v]));
+}
+
+/* Up to how many rows codes are taken from packed memory again for each four of them, instead of unpacking them once (measured): always,
+ * where a multiply-add takes four products and codes need one operation at most. */
+FL_INLINE int direct_rows(const fl_layout *L) {
+    return !FL_WIDEN && !L->lines && !L->high && !L->table ? ROW_BLOCK : DIRECT_ROWS;
+}
+
+/* Sums of up to ROW_BLOCK rows straight from packed memory, four at a time. */
+KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip,
+                        float (*out)[FL_STRIP]) {
+    const fl_layout *L = &FL_LAYOUT[layout];
+    const int passes = (rows + 3) / 4, tiles = w->K / FL_TILE_K;
+    const size_t bytes = fl_strip_bytes(L, w->K);
+    const int lines = passes == 1 ? 0 : (int)((bytes / 64 + (size_t)(passes * tiles) - 1) / (size_t)(passes * tiles));
+    const uint8_t *ahead = w->data + (size_t)(strip + 1) * bytes;
+    for (int r = 0; r < rows; r += 4, ahead += 64 * lines * tiles) {
+        const int left = rows - r;
+        if (left >= 4) decode(layout, 4, w, a, row0 + r, strip, out + r, ahead, lines);
+        else if (left == 3)
+            decode(layout, 3, w, a, row0 + r, strip, out + r, ahead, lines);
+        else if (left == 2)
+            decode(layout, 2, w, a, row0 + r, strip, out + r, ahead, lines);
+        else
+            decode(layout, 1, w, a, row0 + r, strip, out + r, ahead, lines);
+    }
 }
 
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
@@ -568,14 +600,8 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
     static void sums_##layout(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,           \
                               float (*acc)[FL_STRIP]) {                                                                        \
         if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, row0, rows, strip, c, acc);                                   \
-        else if (rows == 1)                                                                                                    \
-            decode(layout, 1, w, a, row0, strip, acc);                                                                         \
-        else if (rows == 2)                                                                                                    \
-            decode(layout, 2, w, a, row0, strip, acc);                                                                         \
-        else if (rows == 3)                                                                                                    \
-            decode(layout, 3, w, a, row0, strip, acc);                                                                         \
-        else if (rows == 4)                                                                                                    \
-            decode(layout, 4, w, a, row0, strip, acc);                                                                         \
+        else if (rows <= direct_rows(&FL_LAYOUT[layout]))                                                                      \
+            decode_rows(layout, w, a, row0, rows, strip, acc);                                                                 \
         else                                                                                                                   \
             prefill(layout, w, a, row0, rows, strip, c, acc);                                                                  \
     }                                                                                                                          \
