@@ -86,7 +86,10 @@ class _Event(Event):
 
 
 class GpuBackend(Backend):
-    """One open device. kernels: "auto", "vector" or "lanes" (tuning.py); kv_dtype: how keys and values are cached."""
+    """One open device. kernels: "auto", "vector" or "lanes" (tuning.py); kv_dtype: how keys and values are cached where the graph
+    does not say."""
+
+    kv_dtypes = tuple(CACHE_BYTES)
 
     def __init__(self, name: str, runtime: Runtime, kernels: str = "auto", kv_dtype: str = "f16"):
         """Takes the runtime over: `close` closes it. Raises OutOfMemory."""
@@ -171,7 +174,7 @@ class GpuBackend(Backend):
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of a block, in the layout of kernels/cache.h."""
-        return block_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * CACHE_BYTES[self.kv_dtype]
+        return block_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * CACHE_BYTES[spec.dtype or self.kv_dtype]
 
     # weights --------------------------------------------------------------------------------------------------------
 

@@ -287,17 +287,18 @@ class Lowering:
 
     def _cache(self, s: Operand) -> tuple[dict[str, int], tuple[Arg, ...]]:
         """Macros of cache.h, and cache, elements of a block, number of blocks."""
-        t, size = s.tensor, CACHE_BYTES[self.kv_dtype]
-        if not isinstance(t.spec, KVSpec):
-            raise ShapeError("kv_write and attention need a key/value cache")
-        spec = t.spec
+        t, spec = s.tensor, s.tensor.spec
+        if not isinstance(spec, KVSpec) or (spec.dtype or self.kv_dtype) not in CACHE_BYTES:
+            raise ShapeError(f"kv_write and attention need a key/value cache of {' or '.join(CACHE_BYTES)}, not {spec}")
+        dtype = spec.dtype or self.kv_dtype
+        size = CACHE_BYTES[dtype]
         needed = t.block_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * size
         if t.block_size < 1 or t.block_bytes < needed or t.block_bytes % size or t.offset + t.num_blocks * t.block_bytes > t.buffer.nbytes:
             raise ShapeError(
                 f"a cache of {t.num_blocks} blocks of {t.block_bytes} bytes does not hold {t.block_size} tokens of {spec} each"
             )
         defines = {
-            "CACHE_F16": int(self.kv_dtype == "f16"), "BLOCK_TOKENS": t.block_size, "KV_HEADS": spec.num_kv_heads,
+            "CACHE_F16": int(dtype == "f16"), "BLOCK_TOKENS": t.block_size, "KV_HEADS": spec.num_kv_heads,
             "DK": spec.key_dim, "DV": spec.value_dim,
         }  # fmt: skip
         return defines, (Pointer(t.buffer.handle, t.offset // size), I64(t.block_bytes // size), I32(t.num_blocks))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from fastllm.api import CATALOGUE, OPSET, No, OpQuery, Yes
+from fastllm.api import CATALOGUE, OPSET, KVSpec, No, OpQuery, Yes
 
 from .layouts import PLAIN_KINDS, layout_for
-from .lower import prepared_bytes, rope_table_bytes
+from .lower import CACHE_BYTES, prepared_bytes, rope_table_bytes
 
 __all__ = ["NATIVE_OPS", "answer"]
 
@@ -62,8 +62,11 @@ def answer(q: OpQuery, *, pairs: bool, fp64: bool, kv_dtype: str) -> Yes | No:
     if q.op == "rope":
         r = int(q.shapes[2][0]) if len(q.shapes) > 2 and q.shapes[2] else 0
         return Yes("rope", angle="f64" if fp64 else "f32", workspace=rope_table_bytes(max(1, _most(q, 0)), r))
+    kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype), kv_dtype)
+    if kept not in CACHE_BYTES:
+        return No(f"keys and values as {kept}; they are kept as {' or '.join(CACHE_BYTES)}")
     if q.op == "attention":
-        return Yes("attention", weight=None if kv_dtype == "f32" else kv_dtype)
+        return Yes("attention", weight=None if kept == "f32" else kept)
     return Yes(q.op)
 
 

@@ -248,11 +248,11 @@ def attend(bench, spec, q, keys, values, tokens, block_size, case):
     attrs |= {k: v for k, v in case.items() if k in attrs}
     operands = (np.concatenate(q), cache, positions, starts, lengths, table, sinks, slopes, prefix)
     found = bench.run("attention", *operands, shape=(sum(rows), heads, width), **attrs)
-    wanted, value_dim = [], attrs.pop("value_dim")
+    kept, wanted, value_dim = spec.dtype or bench.backend.kv_dtype, [], attrs.pop("value_dim")
     for s in range(2):
         for t, row in enumerate(q[s]):
-            k = keys[s].astype(np.float16).astype(np.float32) if bench.backend.kv_dtype == "f16" else keys[s]
-            v = k[..., :value_dim] if value_dim else values[s].astype(np.float16).astype(np.float32)
+            k = keys[s].astype(np.float16).astype(np.float32) if kept == "f16" else keys[s]
+            v = k[..., :value_dim] if value_dim else values[s].astype(np.float16).astype(np.float32) if kept == "f16" else values[s]
             seen = 0 if prefix is None else int(prefix[s])
             position = tokens[s] - len(q[s]) + t
             wanted.append(ref.attention(row, k, v, position, sinks=sinks, slopes=slopes, prefix_len=seen, **attrs))
@@ -268,6 +268,17 @@ def test_attention_sees_what_it_should_in_a_poisoned_cache(bench, case):
     np.testing.assert_allclose(found, wanted, atol=5e-6)
     alone, _ = attend(bench, spec, [q[0][2:], q[1]], keys, values, tokens, 16, case)
     np.testing.assert_array_equal(alone[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_the_graph_may_say_how_keys_and_values_are_kept(vector, dtype):
+    spec, tokens = KVSpec(2, 16, 16, dtype), (20, 5)
+    assert vector.backend.kv_block_bytes(spec, 16) == 16 * 2 * 32 * (2 if dtype == "f16" else 4)
+    keys, values = [normal(n, 2, 16) for n in tokens], [normal(n, 2, 16) for n in tokens]
+    found, wanted = attend(vector, spec, [normal(2, 4, 16), normal(1, 4, 16)], keys, values, tokens, 16, {})
+    np.testing.assert_allclose(found, wanted, atol=5e-6)
+    query = OpQuery("kv_write", ("kv", "f32", "f32", "i32"), specs=(KVSpec(2, 16, 16, "int8"), None, None, None))
+    assert isinstance(vector.backend.supports(query), No)
 
 
 def test_values_can_be_a_prefix_of_the_keys(bench):
