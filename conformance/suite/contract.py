@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastllm.api import Backend, Limits, MemoryInfo, No, OpFn, OutOfMemory, Tensor, Yes
+from fastllm.api import Backend, Limits, MemoryInfo, No, OpFn, OutOfMemory, Stream, Tensor, Yes
 
 from .. import bounds
 from ..bench import Bench, In, Weight
@@ -90,7 +90,7 @@ def _closed_buffer(session: Session, numbers: Numbers) -> Outcome:
         ("upload into", lambda: backend.upload(buffer, 0, memoryview(data), stream)),
         ("download from", lambda: backend.download(memoryview(data), buffer, 0, stream)),
     ):
-        _must_raise(call, f"{what} a closed buffer")
+        _must_raise(call, f"{what} a closed buffer", stream)
     return _small(session, numbers)
 
 
@@ -219,6 +219,7 @@ def _after_error(session: Session, numbers: Numbers) -> Outcome:
         _must_raise(
             lambda: function(Tensor(x.buffer, x.base, (1, 8), "f32"), bad, None, out=Tensor(x.buffer, x.base, (1, 4), "f32"), stream=bench.stream, ws=None),
             "linear with x [1, 8] and a weight [4, 7]",
+            bench.stream,
         )
     finally:
         x.buffer.close()
@@ -285,9 +286,11 @@ def _quiet_import(session: Session, numbers: Numbers) -> Outcome:
     return Outcome()
 
 
-def _must_raise(call: Callable[[], object], what: str) -> None:
+def _must_raise(call: Callable[[], object], what: str, stream: Stream) -> None:
+    """At once, or where the stream is waited for: a device may be late."""
     try:
         call()
+        stream.synchronize()
     except (KeyboardInterrupt, SystemExit):
         raise
     except Exception:
