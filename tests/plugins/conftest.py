@@ -110,8 +110,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Variables of a user without configuration. The native backend is switched off: whether it was built is not the matter here."""
-    return {"HOME": str(tmp_path / "home"), "FASTLLM_DISABLE_PLUGINS": "cpu_avx"}
+    """Variables of a user without configuration. Built-in backends that a machine may or may not have are switched off."""
+    return {"HOME": str(tmp_path / "home"), "FASTLLM_DISABLE_PLUGINS": "cpu_avx,opencl_generic"}
 
 
 @pytest.fixture

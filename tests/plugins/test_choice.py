@@ -128,7 +128,7 @@ def test_a_device_is_chosen_by_id_and_an_unknown_one_lists_the_known(site, env, 
 @pytest.mark.parametrize(
     ("variables", "text", "by"),
     [
-        ({"FASTLLM_DISABLE_PLUGINS": "acme_npu, cpu_avx"}, "", "FASTLLM_DISABLE_PLUGINS=acme_npu, cpu_avx"),
+        ({"FASTLLM_DISABLE_PLUGINS": "acme_npu, cpu_avx, opencl_generic"}, "", "FASTLLM_DISABLE_PLUGINS=acme_npu, cpu_avx, opencl_generic"),
         ({"FASTLLM_PLUGINS": "other_npu"}, "", "FASTLLM_PLUGINS=other_npu"),
         ({"FASTLLM_PLUGINS": ""}, "", "FASTLLM_PLUGINS="),
         ({}, '[plugins]\ndisable = ["acme_npu"]\n', "plugins.toml:2 [plugins] disable"),
@@ -192,7 +192,7 @@ def test_an_older_copy_further_down_the_path_is_not_a_second_claim(site, env, pl
 def test_shadowing_a_built_in_quarantines_both_but_never_ref(site, env, plugin):
     site.install(plugin("cpu_avx", 100, head="raise RuntimeError('imported')"), "cpu_avx")
     site.install(plugin("ref", 100, head="raise RuntimeError('imported')"), "ref", "ref-thief", module="thief")
-    registry = BackendRegistry(env={**env, "FASTLLM_DISABLE_PLUGINS": ""})
+    registry = BackendRegistry(env={**env, "FASTLLM_DISABLE_PLUGINS": "opencl_generic"})
     assert registry.state("cpu_avx").state == "broken"
     assert registry.state("ref").distribution == "fastllm-engine"
     assert registry.select().name == "ref"
