@@ -24,7 +24,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from .errors import Cancelled, EngineError, FastLLMError, OutOfMemory, QueueFull, UsageError
+from .embedding import POOLINGS, EmbeddingRunner
+from .errors import Cancelled, EngineError, FastLLMError, InvalidRequest, OutOfMemory, QueueFull, UsageError
 from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
 from .pace import Pace
@@ -66,6 +67,7 @@ class Engine:
         if max_queue < 1:
             raise UsageError(f"a queue of {max_queue} requests; it must hold at least 1", fix="max_queue=256")
         self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
+        self.embeds = isinstance(runner, EmbeddingRunner)
         self._vocab_size = runner.vocab_size  # `submit` must be able to refuse after the runner is closed
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
@@ -111,6 +113,9 @@ class Engine:
                 fix="load the model in the process that uses it, or start processes with the method 'spawn'",
             )
         prompt = check_request(request, self._vocab_size, self.max_context)
+        if (request.pooling is not None) != self.embeds or request.pooling not in (None, *POOLINGS):
+            what = f"embeds texts, and generates none (pooling: {', '.join(POOLINGS)})" if self.embeds else "generates, and embeds no texts"
+            raise InvalidRequest(f"this engine {what}", who="pooling", fix="load the model the other way")
         params = request.params.merged_with(BUILT_IN)
         handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event, self._ask_pause)
         job = Job(handle, prompt, self.max_context - len(prompt), self._vocab_size, next(self._numbers))

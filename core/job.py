@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from . import _kernels
+from .embedding import Pool
 from .errors import EngineError
 from .request import RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from .runner import StepOutput
@@ -51,10 +52,12 @@ class Job:
         self.stop_ids = frozenset({*ends, *(params.stop_token_ids or ())})
         self.num_top = None if params.logprobs is None else min(params.logprobs, vocab_size)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if params.prompt_logprobs else None
+        self.pool = None if request.pooling is None else Pool(request.pooling)
+        all_rows = self.prompt_logprobs is not None or request.pooling in ("mean", "cls")
         self.choices: list[JobChoice] = []
         for index in range(params.n or 1):
             rank = (request.priority, number, index)
-            rows = self.prompt_logprobs is not None and index == 0
+            rows = all_rows and index == 0
             sequence = Sequence(None, prompt, rank=rank, max_new=self.max_new, salt=request.salt, prompt_rows=rows)
             sampler = SamplerState(params, prompt, handle.seed, request.stream + index, ends)
             constraint = None if request.constraint is None else request.constraint()
@@ -88,6 +91,11 @@ class Job:
         ids: of all rows of the step; now: when the step ended. Raises NotFinite.
         """
         num_prompt_rows = part.num_rows - part.samples
+        if self.pool is not None and result.logits is not None:
+            rows = result.logits[part.first_row : part.first_row + part.num_rows]  # [k, C]
+            if not np.isfinite(rows).all():
+                raise self._not_finite(part.start)
+            self.pool.add(rows)
         if num_prompt_rows and self.prompt_logprobs is not None:
             first = part.start + part.num_tokens - part.num_rows  # position of the first row, which tells the token after it
             after = self.prompt[first + 1 : first + 1 + num_prompt_rows]
@@ -104,6 +112,7 @@ class Job:
         event = TokenEvent(token, choice.index)
         if self.max_new == 0:
             event.token_id, event.finish_reason = None, "length"
+            event.embedding = None if self.pool is None else self.pool.vector()
         else:
             sequence.append(token)
             choice.sampler.append(token)

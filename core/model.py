@@ -16,7 +16,8 @@ __all__ = ["ModelDef"]
 class ModelDef:
     """One model, ready to be planned.
 
-    graph outputs: ["logits", "ids"] values: logits [R, V] f32 and the sampled ids [R]. weights: graph weight name -> where it
+    graph outputs: ["logits", "ids"] values: logits [R, V] f32 and the sampled ids [R]; of a model for embedding the hidden state
+    [R, C]. weights: graph weight name -> where it
     comes from. max_position: tokens the model was made for (its context limit). notes: one line each about anything that was
     left out or decided (unused towers, a rope variant fixed by the context limit); printed once at load.
     """

@@ -42,7 +42,8 @@ class Request:
     `params.stop_token_ids` always stop). request_id: shown in errors. salt: prompts share cached blocks only under an equal salt.
     priority: smaller runs earlier. stream: the random stream of the first choice, choice i has stream + i; a call with several
     prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one. constraint: makes the
-    `TokenConstraint` of each choice, for example a `text.Grammar`; None: anything may be said.
+    `TokenConstraint` of each choice, for example a `text.Grammar`; None: anything may be said. pooling: `last`, `mean` or `cls`: one vector is wanted and no token, of
+    an engine that embeds; `params.max_tokens` is 0 then.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -53,6 +54,7 @@ class Request:
     priority: int = 0
     stream: int = 0
     constraint: Callable[[], TokenConstraint] | None = None
+    pooling: str | None = None
 
 
 def check_request(request: Request, vocab_size: int, n_ctx: int) -> np.ndarray:
@@ -118,7 +120,8 @@ class TokenEvent:
     finish_reason: None while the choice goes on; "stop" (this token is an end id or stop id: not part of the text), "length",
     "cancelled" (only that choice was cancelled). token_id: None where a choice ends without a token, also "stop" after the last token of a
     grammar. logprob, top_logprobs: as
-    asked. prompt_logprobs: with the first event of a choice that was asked for them; one entry a prompt token, the first None.
+    asked. prompt_logprobs: with the first event of a choice that was asked for them; one entry a prompt token, the first None. embedding: f32 [C], of a
+    request with `pooling`.
     """
 
     token_id: int | None
@@ -127,6 +130,7 @@ class TokenEvent:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class LoadOptions:
     ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
-    values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; max_queue: requests that may wait; schedule: who
-    comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
+    values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; embedding: for vectors of
+    texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size, no_quant_layer, dtype_config,
     allow_requantize: as of `fastllm convert`;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
@@ -88,6 +88,7 @@ class LoadOptions:
     block_size: int = 64
     kv_cache_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    embedding: bool = False
     max_queue: int = 256
     schedule: str = "fcfs"
     kv_dtype: str | None = None
@@ -130,7 +131,7 @@ class LoadOptions:
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
         kinds |= {"dtype": (str, NoneType), "no_quant_layer": (str, NoneType), "allow_requantize": (bool,)}
-        kinds |= {"prefix_cache": (bool,), "strict": (bool,), "plugin_paths": (list, tuple)}
+        kinds |= {"prefix_cache": (bool,), "strict": (bool,), "embedding": (bool,), "plugin_paths": (list, tuple)}
         for name, allowed in kinds.items():
             if not isinstance(getattr(self, name), allowed):
                 expected = " or ".join({NoneType: "None", Mapping: "dict"}.get(t, t.__name__) for t in allowed)
@@ -249,7 +250,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)
     try:
-        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready)
+        definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready, embedding=options.embedding)
         definition = with_dtype(definition, files, options)
         if options.kv_dtype is not None:
             definition = replace(definition, graph=with_kv_dtype(definition.graph, options.kv_dtype))
@@ -392,6 +393,7 @@ def _typed_memory_errors() -> Iterator[None]:
 @_typed_memory_errors()
 def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptions | None = None) -> LoadedModel:
     """Loads a model. Raises a FastLLMError that names what is wrong; nothing stays allocated then."""
+    from .core.embedding import EmbeddingRunner
     from .core.engine import Engine
     from .core.executor import Executor
 
@@ -418,7 +420,7 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
         files.check_unchanged()  # what was read while somebody wrote is not the model
         stateful = any(isinstance(value.spec, SlotSpec) for value in planned.plan.graph.values.values())
         engine = Engine(
-            executor,
+            EmbeddingRunner(executor, planned.definition.vocab_size) if options.embedding else executor,
             policy=options.schedule,
             max_queue=options.max_queue,
             prefix_cache=options.prefix_cache,

@@ -98,8 +98,9 @@ def head(g: GraphBuilder, c: DecoderConfig, x: Value, table: Value) -> tuple[Val
     return logits, g.sample(logits)
 
 
-def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np.ndarray]) -> Graph:
-    """The whole decoder. inv_freqs: f32 [rotary_dim / 2] of every rotary embedding that a layer uses."""
+def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np.ndarray], *, embedding: bool = False) -> Graph:
+    """The whole decoder. inv_freqs: f32 [rotary_dim / 2] of every rotary embedding that a layer uses. embedding: without head; the output
+    is the normed hidden state [R, C] of the rows that are asked for."""
     g = GraphBuilder(name)
     freqs = {rope: g.const(f"inv_freq.{i}", data) for i, (rope, data) in enumerate(inv_freqs.items())}
     table = g.weight("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
@@ -126,6 +127,8 @@ def decoder_graph(name: str, c: DecoderConfig, inv_freqs: Mapping[RopeConfig, np
                 branch = norm(g, c, branch, f"{p}.post_feedforward_layernorm")
             x = g.add(x, _scaled(g, branch, c.residual_multiplier))
     with g.tag(role="head"):
+        if embedding:
+            return g.build(norm(g, c, g.embed(g.input("sample_rows"), x), "model.norm"))
         logits, ids = head(g, c, x, table)
     return g.build(logits, ids)
 

@@ -75,12 +75,14 @@ def build(
     *,
     context_limit: int | None = None,
     ready: Mapping[str, TensorSource] | None = None,
+    embedding: bool = False,
 ) -> ModelDef:
     """The model of a file, ready to be planned.
 
     files_kind: where config and names come from. architecture: `model_type` or `general.architecture`. config: config.json, or
     the GGUF metadata. sources: the tensors by name. context_limit: longest sequence in tokens that will be run (default: what
     the model was made for); only length-dependent rope scaling looks at it.
+    embedding: without head: the graph's one output is the hidden state [R, C].
     ready: the weights of the graph by name, if a file holds them as they are used; `sources` then only says what there was.
 
     Raises UnsupportedError for an unknown architecture or an unknown value of a known key, ModelFileError for a configuration
@@ -104,7 +106,7 @@ def build(
     last = f"model.layers.{c.num_layers - 1}.input_layernorm.weight"
     if ref_of(last).source not in sources:  # before thousands of layers are built that the file does not have
         ref_of(last).resolve(sources, last, (c.hidden_size,))
-    graph = decoder_graph(architecture, c, freqs)
+    graph = decoder_graph(architecture, c, freqs, embedding=embedding)
     refs = _checked(graph, ref_of, sources)
     used |= {name for ref in refs.values() for name in ref.names}
     notes += _unused(family, c, sources, used, gguf=gguf)

@@ -70,6 +70,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--block-size", "--page-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
         click.option("--kv-cache-size", "--kv-cache-limit", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
         click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
+        click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),
         click.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
         click.option("--no-metrics", is_flag=True, help="Switch /metrics off."),
         click.option("--metrics-aliases", type=click.Choice(["vllm"]), help="Metrics under these names, too."),
@@ -113,7 +114,7 @@ def server_command(model: str | None, **values: Any) -> int:
         with Reporter(quiet=values["quiet"]) as reporter:
             extra = {k: values[k] for k in ("max_batch_size", "max_queue", "schedule", "prefill_chunk", "block_size")}
             kind, amount = values["kv_cache_size"] or ("tokens", None)
-            extra |= {f"kv_cache_{kind}": amount, "prefix_cache": values["prefix_cache"] == "on"}
+            extra |= {f"kv_cache_{kind}": amount, "prefix_cache": values["prefix_cache"] == "on", "embedding": values["embedding"] is not None}
             options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
             path = _fetch(name, options)
             addresses = [shown_address(made) for made in sockets]
@@ -188,6 +189,7 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         metrics_aliases=values["metrics_aliases"] == "vllm",
         json_log=values["log_format"] == "json",
         dev=values["dev"],
+        embedding=values["embedding"],
     )
     return settings, read_keys
 

@@ -22,6 +22,7 @@ from ..core.errors import (
     NotFound,
     RequestTimeout,
     SwitchedOff,
+    UnsupportedContent,
     UnsupportedMedia,
 )
 from . import info
@@ -29,6 +30,7 @@ from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
 from .constraints import compile_constraint
+from .embeddings import EmbeddingsWriter, RerankWriter, Vectors
 from .gate import Gate, Visit, send_error, send_json
 from .generation import Generation, Writer
 from .messages import PING as MESSAGES_PING
@@ -49,6 +51,8 @@ ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("DELETE", "/v1/responses/{response_id}", "404: nothing is stored.", {}),
     ("POST", "/v1/messages", "Anthropic's Messages.", {"body": "messages", "stream": True}),
     ("POST", "/v1/messages/count_tokens", "Tokens that the conversation takes.", {"body": "count"}),
+    ("POST", "/v1/embeddings", "With --embedding: vectors of texts.", {"body": "embeddings"}),
+    ("POST", "/v1/rerank", "With --embedding: texts by their likeness to a query, in the shape of Jina or TEI.", {"body": "rerank"}),
     ("POST", "/v1/chat/completions/input_tokens", "Tokens that the conversation takes.", {"body": "input_tokens"}),
     ("POST", "/apply-template", "The exact prompt that the model's template makes of a conversation.", {"body": "template"}),
     ("POST", "/tokenize", "Token ids of a text or a conversation.", {"body": "tokenize"}),
@@ -72,6 +76,8 @@ WRITERS: Final[dict[str, tuple[str, Callable[[Identity, Generation], Writer]]]] 
     "completion": ("cmpl-", CompletionWriter),
     "responses": ("resp_", ResponsesWriter),
     "messages": ("msg_", MessagesWriter),
+    "embeddings": ("embd-", EmbeddingsWriter),
+    "rerank": ("rank-", RerankWriter),
 }
 """Kind of a request -> prefix of its id, and who words its answers."""
 
@@ -191,14 +197,21 @@ def make_app(runtime: Runtime) -> Gate:
     app.add_exception_handler(Exception, failed)
 
     def generates(kind: str) -> Callable[[Request], Awaitable[Response]]:
+        embeds = kind in ("embeddings", "rerank")
+
         async def handler(request: Request) -> Response:
             pool = runtime.check_open()
+            if embeds != (settings.embedding is not None):
+                if embeds:
+                    raise UnsupportedContent("this server generates, and embeds no texts", fix="start it with --embedding")
+                raise UnsupportedContent("this server embeds texts, and generates none", fix="start it without --embedding")
             body = await read_body(request, settings.max_body, settings.body_pause_s)
             ready: Prepared = await pool.prepare(kind, body)
             del body
             runtime.check_open()
             visit: Visit = request.scope["visit"]
-            generation = Generation(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
+            made = Vectors if embeds else Generation
+            generation = made(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
             prefix, writer = WRITERS[kind]
             generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
             if ready.constraint is not None:
@@ -301,6 +314,8 @@ def make_app(runtime: Runtime) -> Gate:
         "/v1/responses/{response_id}": not_stored,
         "/v1/messages": generates("messages"),
         "/v1/messages/count_tokens": prepares("count"),
+        "/v1/embeddings": generates("embeddings"),
+        "/v1/rerank": generates("rerank"),
         "/v1/chat/completions/input_tokens": prepares("input_tokens"),
         "/apply-template": prepares("template"),
         "/tokenize": prepares("tokenize"),

@@ -59,7 +59,7 @@ class Visit:
         return self.path.startswith("/v1/messages")
 
 
-async def send_json(send: Send, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+async def send_json(send: Send, status: int, body: Any, headers: dict[str, str]) -> None:
     """One JSON object as the whole answer."""
     raw = encode(body).encode("utf-8", "replace")
     head = {"content-type": "application/json", "content-length": str(len(raw)), **headers}

@@ -225,8 +225,7 @@ class Generation:
         engine = self._runtime.model.engine
         try:
             for number, prompt in enumerate(self.ready.prompts):
-                stream = stream_id(number, 0)
-                request = Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream, constraint=self.constraint)
+                request = self.request(number, prompt, end_ids)
                 self._handles.append(engine.submit(request, self._on_event(number)))
         except BaseException as error:
             self.cancelled = True
@@ -241,6 +240,11 @@ class Generation:
         if self.outbox is not None:
             self.outbox.write(self.writer.start())
             self.outbox.pause, self.outbox.resume = self.pause, self.resume
+
+    def request(self, number: int, prompt: Any, end_ids: list[int]) -> Request:
+        """What the engine is asked for a prompt (i32 [n])."""
+        stream = stream_id(number, 0)
+        return Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream, constraint=self.constraint)
 
     def _on_event(self, number: int) -> Callable[[RequestHandle, TokenEvent | None], None]:
         """For the engine's thread."""

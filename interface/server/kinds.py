@@ -13,8 +13,20 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from ..core.errors import InvalidRequest, UnsupportedContent
-from .prepare import Kitchen, Prepared, chat, check_body, explain, prepare_chat, prepare_completion, render_text
-from .schemas import ChatBody, CountBody, DetokenizeBody, MessagesBody, ResponsesBody, TokenizeBody
+from ..core.sampling import SamplingParams
+from .prepare import (
+    Kitchen,
+    Prepared,
+    add_prompt,
+    chat,
+    check_body,
+    encode_prompt,
+    explain,
+    prepare_chat,
+    prepare_completion,
+    render_text,
+)
+from .schemas import ChatBody, CountBody, DetokenizeBody, EmbeddingsBody, MessagesBody, RerankBody, ResponsesBody, TokenizeBody
 
 __all__ = ["prepare"]
 
@@ -106,6 +118,39 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
     return ready
 
 
+# vectors ------------------------------------------------------------------------------------------------------------------
+
+
+def _embed_prompts(kitchen: Kitchen, ready: Prepared, prompts: list[Any], field: str) -> None:
+    ready.params = SamplingParams(max_tokens=0, n=1, temperature=0.0)
+    for prompt in prompts:
+        add_prompt(kitchen, ready, encode_prompt(kitchen, prompt, field), None)
+
+
+def prepare_embeddings(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/embeddings."""
+    ready = Prepared()
+    body: EmbeddingsBody = check_body(kitchen, "embeddings", raw, ready)
+    single = isinstance(body.input, str) or isinstance(body.input[0], int)
+    _embed_prompts(kitchen, ready, [body.input] if single else list(body.input), "input")
+    ready.detail = {"base64": body.encoding_format == "base64", "dimensions": body.dimensions}
+    return ready
+
+
+def prepare_rerank(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/rerank: the query's prompt, then one of each document."""
+    ready = Prepared()
+    body: RerankBody = check_body(kitchen, "rerank", raw, ready)
+    if (body.documents is None) == (body.texts is None):
+        raise InvalidRequest("one of documents and texts is needed", who="documents", param="documents")
+    texts = list(body.texts or [d if isinstance(d, str) else d.text for d in body.documents or []])
+    _embed_prompts(kitchen, ready, [body.query], "query")
+    _embed_prompts(kitchen, ready, texts, "documents" if body.texts is None else "texts")
+    wanted = body.return_documents or body.return_text
+    ready.detail = {"tei": body.texts is not None, "top_n": body.top_n, "texts": texts if wanted else None}
+    return ready
+
+
 # routes that only prepare -------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +222,8 @@ KINDS: Final[dict[str, Callable[[Kitchen, bytes], Prepared | bytes]]] = {
     "count": prepare_count,
     "template": prepare_template,
     "input_tokens": prepare_input_tokens,
+    "embeddings": prepare_embeddings,
+    "rerank": prepare_rerank,
     "tokenize": prepare_tokenize,
     "detokenize": prepare_detokenize,
 }

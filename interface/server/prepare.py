@@ -27,8 +27,10 @@ from .tools import ToolUse, messages_for, output_spec, tool_use
 __all__ = [
     "Kitchen",
     "Prepared",
+    "add_prompt",
     "chat",
     "check_body",
+    "encode_prompt",
     "explain",
     "prepare_chat",
     "prepare_completion",
@@ -370,20 +372,20 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
     return ready
 
 
-def encode_prompt(kitchen: Kitchen, prompt: Any) -> list[int]:
+def encode_prompt(kitchen: Kitchen, prompt: Any, field: str = "prompt") -> list[int]:
     """Ids of a completion's prompt. A text is the whole prompt, so markers in it are meant; ids are checked."""
     if isinstance(prompt, str):
         check_size(kitchen, prompt)
         ids = kitchen.tokenizer.encode(prompt, add_special=True, parse_special=True)
         if not ids:
-            raise InvalidRequest("the prompt is empty: there is no token to continue from", who="prompt", param="prompt")
+            raise InvalidRequest(f"{field} is empty: there is no token in it", who=field, param=field)
         return ids
     if len(prompt) > kitchen.n_ctx:
         raise overflow(kitchen, len(prompt))
     for token in prompt:
         if token >= kitchen.tokenizer.vocab_size:
             limit = kitchen.tokenizer.vocab_size - 1
-            raise InvalidRequest(f"prompt holds the token id {token}; ids run from 0 to {limit}", who="prompt", param="prompt")
+            raise InvalidRequest(f"{field} holds the token id {token}; ids run from 0 to {limit}", who=field, param=field)
     return list(prompt)
 
 

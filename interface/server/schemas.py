@@ -13,19 +13,23 @@ from pydantic import BaseModel, ConfigDict, Field
 __all__ = [
     "BODIES",
     "MAX_PROMPTS",
+    "MAX_TEXTS",
     "REFUSED",
     "Body",
     "ChatBody",
     "CompletionBody",
     "CountBody",
     "DetokenizeBody",
+    "EmbeddingsBody",
     "MessagesBody",
+    "RerankBody",
     "ResponsesBody",
     "Sampling",
     "TokenizeBody",
 ]
 
 MAX_PROMPTS: Final = 128
+MAX_TEXTS: Final = 2048  # of one call that embeds
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -159,6 +163,41 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
+Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings."""
+
+    input: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Prompts
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
+    ) = Field(description="A text, texts, token ids, or lists of token ids.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="The first so many, at most the model's width.")
+
+
+class Document(Body):
+    """A document to rank."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """POST /v1/rerank: `documents` (Jina) or `texts` (TEI)."""
+
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
+    texts: Prompts | None = None
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+    return_text: bool | None = None
+
+
 class TokenizeBody(Body):
     """POST /tokenize: one of prompt, content and messages."""
 
@@ -276,6 +315,8 @@ BODIES: Final[dict[str, type[Body]]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
     "cancel": CancelBody,
+    "embeddings": EmbeddingsBody,
+    "rerank": RerankBody,
 }
 """Kind of a body -> its model."""
 
@@ -304,6 +345,8 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
     "messages": {"output_config": "", "tool_choice": "", "container": "", "mcp_servers": ""},
     "count": {"tool_choice": "", "output_config": ""},
     "cancel": {},
+    "embeddings": {},
+    "rerank": {},
     "tokenize": {},
     "detokenize": {},
 }
