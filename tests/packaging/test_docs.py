@@ -33,8 +33,7 @@ def load(path: str) -> ModuleType:
 
 make_docs = load("scripts/make_docs.py")
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in make_docs.documents()]
-OTHER_OPTIONS = {"--write", "--check", "--model", "--http-mode", "--cells", "--isa", "--kv-dtype", "--opt", "--peer", "--out"}
-"""Options of scripts and of `python -m benchmarks`, which documents may name, too."""
+OTHER_OPTIONS = {"--cells", "--check", "--cpus", "--create-home", "--http-mode", "--isa", "--kv-dtype", "--model", "--no-cache-dir", "--opt", "--out", "--peer", "--stop-timeout", "--write"}
 
 
 def read(name: str) -> str:
