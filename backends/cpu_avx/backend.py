@@ -42,7 +42,8 @@ from fastllm.api import (
 )
 
 from . import _native, isa, pack
-from .lower import CACHE_TYPES, Source, lower
+from .lower import CACHE_TYPES, lower
+from .operands import Source
 from .program import NativeProgram
 from .threads import choose_threads
 

@@ -20,14 +20,27 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, Tensor, UnsupportedError
+from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, UnsupportedError
 
 from . import _native
+from .operands import (
+    Access,
+    Source,
+    View,
+    access,
+    address_of,
+    cache_access,
+    contiguous,
+    matrix,
+    packed_stack,
+    packed_weight,
+    vector,
+)
 
-__all__ = ["CACHE_TYPES", "Lowered", "Source", "lower"]
+__all__ = ["CACHE_TYPES", "Lowered", "lower"]
 
 OPCODES: Final = {
     name: number
@@ -37,8 +50,6 @@ OPCODES: Final = {
     )
 }  # fmt: skip
 """As in program.h."""
-SYMBOLS: Final = {"T": 1, "S": 2, "R": 3, "S+1": 4, "R+1": 5}
-DTYPES: Final = {"f32": 0, "f16": 1, "bf16": 2, "i32": 3, "i8": 4}
 CACHE_TYPES: Final = {"f16": 1, "bf16": 2, "f32": 0, "int8": 4}
 ACTS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MASKS: Final = ("causal", "full", "prefix", "chunk")
@@ -46,50 +57,11 @@ SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
 FULL, COLUMNS, ONE, ROWS = range(4)
 INDEX, SLOT, PAGES = range(3)
 
-ALIGNMENT: Final = 64
-"""Of the matrices of a stack (Limits.alignment)."""
 KEY_RANGE: Final = 512
 """Keys of one range of the attention kernel (FL_RANGE)."""
 PARTIAL_ROWS: Final = 8
 """Most rows of a step whose attention is cut into key ranges."""
 PARTIAL_BYTES: Final = 16 << 20
-
-Shape = tuple[int | str, ...]
-View = tuple[int, int, int, int, int, int, int, int]
-"""(address, symbol, rows, stride 0, stride 1, d1, d2, dtype)."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """An operand: where it lives (at its largest shape), its shape with symbols, and the address of the value it is a window on."""
-
-    tensor: Tensor
-    shape: Shape
-    anchor: int
-
-
-@dataclass(frozen=True)
-class Access:
-    """Memory that an instruction touches. part: how threads share it, None if a thread may touch all of it; anchor, stride: which
-    base value, and bytes from one row of it to the next."""
-
-    low: int
-    high: int
-    write: bool
-    part: tuple[str, int | str] | None = None
-    anchor: int = 0
-    stride: int = 0
-
-    def of_one_row(self) -> Access:
-        """The same in a step of one row: one thread has it, whatever value it belongs to."""
-        return replace(self, part=("rows", 1), anchor=0, stride=0) if self.part in (("rows", "T"), ("rows", "R")) else self
-
-    def conflicts(self, other: Access) -> bool:
-        """True if different threads may touch the same bytes, one of them writing."""
-        if self.low >= other.high or other.low >= self.high or not (self.write or other.write):
-            return False
-        same = self.part is not None and (self.part, self.anchor, self.stride) == (other.part, other.anchor, other.stride)
-        return not same or (self.part is not None and self.part[0] == "columns" and self.low != other.low)
 
 
 @dataclass(frozen=True)
@@ -263,7 +235,7 @@ class _Lowering:
     def rows(self, s: Source, write: bool) -> Access:
         """s, shared by rows."""
         v = matrix(s, (s.tensor.dtype,))
-        return _access(s, write, ("rows", s.shape[0]), v[3] * FORMATS[s.tensor.dtype].block_bytes)
+        return access(s, write, ("rows", s.shape[0]), v[3] * FORMATS[s.tensor.dtype].block_bytes)
 
     def spaces(self, symbol: int | str) -> int:
         """The most rows that a leading dimension stands for."""
@@ -273,7 +245,7 @@ class _Lowering:
 
     def _op_embed(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         ids, table, out = inputs[0], inputs[1], outputs[0]
-        accesses = [_access(ids, False), _access(table, False), self.rows(out, True)]
+        accesses = [access(ids, False), access(table, False), self.rows(out, True)]
         if table.tensor.packed is not None:
             weight = packed_weight(table)
             self.check_index(INDEX, ids, weight[1])
@@ -310,14 +282,14 @@ class _Lowering:
         acts.readers = max(0, acts.readers - reads)
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.linear_scratch())
         y, target = matrix(out), None
-        accesses = [_access(b, False) for b in biases if b is not None]
+        accesses = [access(b, False) for b in biases if b is not None]
         if add is not None:
-            accesses.append(_access(add, False, ("columns", count), matrix(add)[3] * 4))
+            accesses.append(access(add, False, ("columns", count), matrix(add)[3] * 4))
         if codes:
             target = self._buffer((kind, count, out.shape[0]), acts)
             accesses.append(target.whole(True))
         else:
-            accesses.append(_access(out, True, ("columns", count), y[3] * 4))
+            accesses.append(access(out, True, ("columns", count), y[3] * 4))
         b = [None if bias is None else vector(bias, "f32") for bias in (*biases, None)][:2]
         self.emit(
             "linear",
@@ -358,13 +330,13 @@ class _Lowering:
                 return buffer
         buffer = self._buffer(key)
         operand = x if norm is None else norm.x
-        reads = [] if norm is None or norm.weight is None else [_access(norm.weight, False)]
+        reads = [] if norm is None or norm.weight is None else [access(norm.weight, False)]
         mine = Access(buffer.address, buffer.address + buffer.size, True, ("rows", x.shape[0]), buffer.address, 0)
         self.emit(
             "prepare",
             [matrix(operand), None if norm is None or norm.weight is None else vector(norm.weight, "f32")],
             [*reads, self.rows(operand, False), mine],
-            alone=[*reads, _access(operand, False)] if buffer.private else None,
+            alone=[*reads, access(operand, False)] if buffer.private else None,
             acts=[(kind, width, buffer.address)],
             ints=(int(norm is not None), buffer.private, buffer.stride),
             floats=(0.0 if norm is None else norm.eps,),
@@ -473,8 +445,8 @@ class _Lowering:
             or not self._passed_on(node, 2)
         ):
             return False
-        wanted = [_address(out.tensor), _address(out.tensor) + 2 * width]
-        return [_address(p.tensor) for p in parts] == wanted and all(
+        wanted = [address_of(out.tensor), address_of(out.tensor) + 2 * width]
+        return [address_of(p.tensor) for p in parts] == wanted and all(
             p.anchor == out.anchor and p.shape[-1] == width // 2 for p in parts
         )
 
@@ -503,14 +475,14 @@ class _Lowering:
         t = matrix(w, ("f32", "f16", "bf16"))
         b = (t[0], 0, 1, 0, t[3], t[2], t[6], t[7])  # one head of N rows
         y = matrix(out)
-        self.emit("matmul", [matrix(x), b, y], [self.rows(x, False), _access(w, False), self.rows(out, True)])
+        self.emit("matmul", [matrix(x), b, y], [self.rows(x, False), access(w, False), self.rows(out, True)])
         if bias is not None:
-            self.emit("add", [y, vector(bias, "f32"), y], [self.rows(out, True), _access(bias, False)], ints=(COLUMNS,))
+            self.emit("add", [y, vector(bias, "f32"), y], [self.rows(out, True), access(bias, False)], ints=(COLUMNS,))
 
     def _op_matmul(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         a, b, out = *inputs, outputs[0]
         views = [matrix(a), matrix(b, ("f32", "f16", "bf16")), matrix(out)]
-        self.emit("matmul", views, [self.rows(a, False), _access(b, False), self.rows(out, True)])
+        self.emit("matmul", views, [self.rows(a, False), access(b, False), self.rows(out, True)])
 
     def _op_rms_norm(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         self._norm("rms_norm", inputs, outputs[0], attrs["eps"])
@@ -521,7 +493,7 @@ class _Lowering:
     def _norm(self, name: str, inputs: list[Any], out: Source, eps: float) -> None:
         x, *params = inputs
         views = [None if p is None else vector(p, "f32") for p in params]
-        accesses = [self.rows(x, False), self.rows(out, True), *(_access(p, False) for p in params if p is not None)]
+        accesses = [self.rows(x, False), self.rows(out, True), *(access(p, False) for p in params if p is not None)]
         self.emit(name, [matrix(x), *views, matrix(out)], accesses, floats=(eps,))
 
     def _op_rope(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
@@ -532,15 +504,15 @@ class _Lowering:
         if key not in self.tables:
             address = self.allocate(max(1, self.spaces(symbol)) * 8 * max(r, 1))
             view = (address, where[1], where[2], 2 * r, 0, 1, 2 * r, 0)
-            access = Access(
+            turned = Access(
                 address, address + max(1, self.spaces(symbol)) * 8 * max(r, 1), True, ("rows", symbol), address, 8 * r
             )
-            reads = [_access(positions, False), _access(inv_freq, False)]
-            self.emit("rope_table", [where, freq, view], [*reads, access], floats=(attrs["factor"],))
-            self.tables[key] = (view, Access(access.low, access.high, False, access.part, access.anchor, access.stride))
-        view, access = self.tables[key]
+            reads = [access(positions, False), access(inv_freq, False)]
+            self.emit("rope_table", [where, freq, view], [*reads, turned], floats=(attrs["factor"],))
+            self.tables[key] = (view, Access(turned.low, turned.high, False, turned.part, turned.anchor, turned.stride))
+        view, turned = self.tables[key]
         ints = (r, int(attrs["style"] == "pairs"))
-        self.emit("rope", [matrix(x), view, matrix(out)], [self.rows(x, False), access, self.rows(out, True)], ints=ints)
+        self.emit("rope", [matrix(x), view, matrix(out)], [self.rows(x, False), turned, self.rows(out, True)], ints=ints)
 
     def _op_kv_write(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         cache, key, value, slots = inputs
@@ -548,7 +520,7 @@ class _Lowering:
         if c[6] == 0:
             value = None
         self.check_index(SLOT, slots, c[2] * c[3])
-        accesses = [self.rows(key, False), _access(slots, False), _cache_access(c, True)]
+        accesses = [self.rows(key, False), access(slots, False), cache_access(c, True)]
         if value is not None:
             accesses.append(self.rows(value, False))
         self.emit("kv_write", [matrix(key), None if value is None else matrix(value), vector(slots, "i32")], accesses, cache=c)
@@ -587,8 +559,8 @@ class _Lowering:
             None if prefix is None else vector(prefix, "i32"),
             matrix(out),
         ]
-        accesses = [_access(s, False) for s in inputs[2:] if s is not None]
-        accesses += [_access(q, False), _cache_access(c, False), _access(out, True)]
+        accesses = [access(s, False) for s in inputs[2:] if s is not None]
+        accesses += [access(q, False), cache_access(c, False), access(out, True)]
         if partials:
             accesses.append(Access(partials, partials + row_bytes * held, True))
         ints = (MASKS.index(attrs["mask"]), attrs["chunk"], attrs["window"], value_dim, ranges, held, partials)
@@ -612,11 +584,11 @@ class _Lowering:
         g, y = matrix(gate), matrix(out)
         operands = [s for s in (gate, up) if s is not None]
         # the columns that the linear layers of gate and up give this thread: no barrier between them and this
-        columns = len(gate.shape) == 2 and all(s.anchor == _address(s.tensor) for s in (*operands, out))
+        columns = len(gate.shape) == 2 and all(s.anchor == address_of(s.tensor) for s in (*operands, out))
         if columns:
             part = ("columns", g[6])
-            accesses = [_access(s, False, part, matrix(s)[3] * 4) for s in operands]
-            accesses.append(_access(out, True, part, y[3] * 4))
+            accesses = [access(s, False, part, matrix(s)[3] * 4) for s in operands]
+            accesses.append(access(out, True, part, y[3] * 4))
         else:
             accesses = [*(self.rows(s, False) for s in operands), self.rows(out, True)]
         self.emit(
@@ -640,8 +612,8 @@ class _Lowering:
         else:
             kind = ROWS
         other = matrix(y) if kind in (FULL, ROWS) else vector(y, "f32")
-        access = self.rows(y, False) if kind in (FULL, ROWS) else _access(y, False)
-        self.emit(name, [matrix(x), other, matrix(out)], [self.rows(x, False), access, self.rows(out, True)], ints=(kind,))
+        touched = self.rows(y, False) if kind in (FULL, ROWS) else access(y, False)
+        self.emit(name, [matrix(x), other, matrix(out)], [self.rows(x, False), touched, self.rows(out, True)], ints=(kind,))
 
     def _op_softmax(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         self.emit(
@@ -671,7 +643,7 @@ class _Lowering:
         views = [matrix(logits), None if bias is None else vector(bias, "f32"), matrix(ids, ("i32",)), matrix(weights)]
         self.result.scratch_bytes = max(self.result.scratch_bytes, 16 * logits.tensor.shape[1])
         accesses = [self.rows(logits, False), self.rows(ids, True), self.rows(weights, True)]
-        accesses += [] if bias is None else [_access(bias, False)]
+        accesses += [] if bias is None else [access(bias, False)]
         group = (attrs["groups"], attrs["keep_groups"], int(attrs["group_score"] == "top2sum"))
         ints = (attrs["k"], SCORES.index(attrs["score"]), *group, attrs["renorm"])
         self.emit("route_topk", views, accesses, ints=ints, floats=(attrs["scale"],))
@@ -700,103 +672,6 @@ class _Lowering:
         table = self.allocate(8 * len(fields))
         _native.copy_in(table, struct.pack(f"={len(fields)}q", *fields))
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.moe_scratch(rows, top_k, experts))
-        accesses = [_access(s, False) for s in (x, ids, weights)]
-        accesses += [_access(out, True), Access(middle, middle + pairs * width * 4, True)]  # of all experts that share it
+        accesses = [access(s, False) for s in (x, ids, weights)]
+        accesses += [access(out, True), Access(middle, middle + pairs * width * 4, True)]  # of all experts that share it
         self.emit("moe", views, accesses, ints=(table,))
-
-
-# operands ---------------------------------------------------------------------------------------------------------------
-
-
-def matrix(s: Source, dtypes: tuple[str, ...] = ("f32",)) -> View:
-    """An operand of two or three dimensions, or of one where each element is a row (symbolic) or all are one row. Raises ShapeError
-    for strides that no kernel takes, a dtype that is not among `dtypes`, or a window that leaves its buffer."""
-    t, strides = s.tensor, _checked_strides(s, dtypes)
-    symbol = SYMBOLS.get(str(s.shape[0]), 0) if isinstance(s.shape[0], str) else 0
-    dtype = DTYPES[t.dtype]
-    if len(t.shape) == 1:
-        if symbol:
-            return (_address(t), symbol, t.shape[0], strides[0], 0, 1, 1, dtype)
-        return (_address(t), 0, 1, t.shape[0], 0, 1, t.shape[0], dtype)
-    if len(t.shape) == 2:
-        return (_address(t), symbol, t.shape[0], strides[0], 0, 1, t.shape[1], dtype)
-    if len(t.shape) == 3:
-        return (_address(t), symbol, t.shape[0], strides[0], strides[1], t.shape[1], t.shape[2], dtype)
-    raise ShapeError(f"cpu_avx takes values of up to three dimensions, not {list(t.shape)}")
-
-
-def vector(s: Source, dtype: str) -> View:
-    """An operand of one dimension, contiguous."""
-    t, strides = s.tensor, _checked_strides(s, (dtype,))
-    if len(t.shape) != 1 or (t.shape[0] > 1 and strides[0] != 1):
-        raise ShapeError(f"a contiguous vector is needed, not shape {list(t.shape)} with strides {list(strides)}")
-    symbol = SYMBOLS.get(str(s.shape[0]), 0) if isinstance(s.shape[0], str) else 0
-    return (_address(t), symbol, t.shape[0], 1, 0, 1, t.shape[0], DTYPES[dtype])
-
-
-def packed_weight(s: Source) -> tuple[int, int, int, int]:
-    """(layout number, N, K, address) of a packed weight."""
-    layout = s.tensor.packed
-    number = -1 if layout is None else _native.layout_number(layout.id)
-    fits = layout is not None and tuple(s.tensor.shape) == tuple(layout.shape) and len(layout.shape) == 2
-    if layout is None or number < 0 or not fits or s.tensor.offset + layout.nbytes > s.tensor.buffer.nbytes:
-        raise ShapeError(f"this is not a weight that cpu_avx packed: {layout}")
-    return (number, layout.shape[0], layout.shape[1], _address(s.tensor))
-
-
-def packed_stack(s: Source) -> tuple[int, int, int, int, int]:
-    """(layout number, N, K, address, bytes from one matrix to the next) of a packed stack [E, N, K]."""
-    layout = s.tensor.packed
-    number = -1 if layout is None else _native.layout_number(layout.id)
-    fits = layout is not None and len(s.tensor.shape) == 3 and tuple(s.tensor.shape[1:]) == tuple(layout.shape)
-    stride = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT if layout is not None else 0
-    if layout is None or number < 0 or not fits or s.tensor.offset + s.tensor.shape[0] * stride > s.tensor.buffer.nbytes:
-        raise ShapeError(f"this is not a stack of weights that cpu_avx packed: {layout}")
-    return (number, layout.shape[0], layout.shape[1], _address(s.tensor), stride)
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
-    strides, step = [], 1
-    for dim in reversed(shape):
-        strides.append(step)
-        step *= dim
-    return tuple(reversed(strides))
-
-
-def _checked_strides(s: Source, dtypes: tuple[str, ...]) -> tuple[int, ...]:
-    t = s.tensor
-    if t.dtype not in dtypes or t.packed is not None:
-        raise ShapeError(f"an operand of {' or '.join(dtypes)} is needed, not {'packed ' if t.packed else ''}{t.dtype}")
-    strides = t.strides if t.strides is not None else contiguous(t.shape)
-    if 0 in t.shape:
-        return contiguous(t.shape)  # nothing is read or written, whatever the strides say
-    if len(strides) != len(t.shape) or min(strides, default=0) < 0:
-        raise ShapeError(f"strides {list(strides)} of shape {list(t.shape)} are negative or of another rank")
-    if t.shape and t.shape[-1] > 1 and len(t.shape) > 1 and strides[-1] != 1:
-        raise ShapeError(f"the last axis must be contiguous; strides are {list(strides)}")
-    size = FORMATS[t.dtype].block_bytes
-    span = 0 if 0 in t.shape else 1 + sum((n - 1) * k for n, k in zip(t.shape, strides, strict=True))
-    if t.offset < 0 or t.offset + span * size > t.buffer.nbytes or _address(t) % size:
-        raise ShapeError(
-            f"a window of {span * size} bytes at {t.offset} leaves its buffer of {t.buffer.nbytes}, or is not aligned"
-        )
-    return strides
-
-
-def _address(t: Tensor) -> int:
-    return int(t.buffer.handle) + t.offset
-
-
-def _access(s: Source, write: bool, part: tuple[str, int | str] | None = None, stride: int = 0) -> Access:
-    t = s.tensor
-    low = _address(t)
-    if t.packed is not None:
-        return Access(low, low + t.packed.nbytes, write)
-    strides = t.strides if t.strides is not None else contiguous(t.shape)
-    span = 0 if 0 in t.shape else 1 + sum((n - 1) * k for n, k in zip(t.shape, strides, strict=True))
-    return Access(low, low + span * FORMATS[t.dtype].block_bytes, write, part, s.anchor, stride)
-
-
-def _cache_access(c: tuple[int, ...], write: bool) -> Access:
-    return Access(c[0], c[0] + c[1] * c[2], write, ("slots", 0) if write else None, c[0], 0)

@@ -28,6 +28,7 @@ from fastllm.api import (
     No,
     OpFn,
     OpQuery,
+    OutOfMemory,
     RefBackend,
     Stream,
     Tensor,
@@ -129,7 +130,10 @@ class FakeBackend(RefBackend):
     def alloc(self, nbytes: int, kind: str) -> Buffer:
         """Poisoned memory, `state` zeroed. Raises OutOfMemory past the limits."""
         check_alloc(nbytes, kind, self.limits, self._total - self._used if self._total else None)
-        memory = DeviceMemory(nbytes, zeroed=kind == "state")
+        try:
+            memory = DeviceMemory(nbytes, zeroed=kind == "state")
+        except MemoryError:
+            raise OutOfMemory(f"{kind} buffer of {nbytes:,} bytes: the host has no memory left", requested=nbytes, kind=kind) from None
         self._used += nbytes
 
         def release() -> None:

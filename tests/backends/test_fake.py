@@ -90,6 +90,8 @@ def test_new_and_returned_memory():
     with pytest.raises(OutOfMemory, match="993 bytes does not fit: 992"):
         device.alloc(993, "scratch")
     device.alloc(992, "scratch")
+    with pytest.raises(OutOfMemory, match="the host has no memory left"):
+        FakeBackend().alloc(1 << 60, "weights")
 
 
 @pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, 9), (8, 1), (6, 3)])
