@@ -221,8 +221,9 @@ class WeightRef:
 
 
 def _same_but_ones(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Equal but for axes of length 1: a vector that is a matrix of one row, the kernel [C, 1, L] of a convolution of each channel."""
-    return [d for d in a if d != 1] == [d for d in b if d != 1]
+    """Equal, or a vector and a matrix of one row, or the kernel [C, L] of a convolution of each channel and [C, 1, L]."""
+    short, long = sorted((tuple(a), tuple(b)), key=len)
+    return short == long or long in ((1, *short[:1]) if len(short) == 1 else (*short[:1], 1, *short[1:]),)
 
 
 def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray:
