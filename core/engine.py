@@ -117,6 +117,8 @@ class Engine:
             what = f"embeds texts, and generates none (pooling: {', '.join(POOLINGS)})" if self.embeds else "generates, and embeds no texts"
             raise InvalidRequest(f"this engine {what}", who="pooling", fix="load the model the other way")
         params = request.params.merged_with(BUILT_IN)
+        if request.pooling is not None and (params.max_tokens != 0 or params.n != 1):
+            raise InvalidRequest("a text that is embedded has no answer: max_tokens must be 0 and n 1", who="pooling", fix="max_tokens=0, n=1")
         handle = RequestHandle(request, params, effective_seed(params), self._ask_cancel, on_event, self._ask_pause)
         job = Job(handle, prompt, self.max_context - len(prompt), self._vocab_size, next(self._numbers))
         with self._wake:
@@ -337,10 +339,19 @@ class Engine:
                 choice: JobChoice = part.sequence.owner
                 if part.samples and choice.constraint is not None and not choice.finished:
                     try:
-                        masks[-1] = choice.constraint.mask()
+                        masks[-1] = self._checked_mask(choice.constraint.mask())
                     except Exception as error:
                         self._fail_job(choice.job, error)
         return masks if any(mask is not None for mask in masks) else None
+
+    def _checked_mask(self, mask: np.ndarray) -> np.ndarray:
+        """A wrong mask is its own request's matter, not the step's."""
+        words = (self._vocab_size + 31) // 32
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (words,):
+            raise EngineError(f"a constraint gave {type(mask).__name__} {getattr(mask, 'shape', '')} as its mask; it must be u32 [{words}]")
+        if not mask.any():
+            raise EngineError("a constraint allows no token, and says not that the answer is complete")
+        return mask
 
     def _deliver(self, choice: JobChoice, part: Slice, ids: list[int], result: StepOutput) -> None:
         """Hands out what a slice's rows say."""

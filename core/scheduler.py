@@ -171,18 +171,22 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is, and gives its blocks back; does nothing if it is out already."""
+        parked = sequence in self.parked
         if sequence.running:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        elif sequence in self.parked:
+        elif parked:
             self.parked.remove(sequence)
         if sequence.siblings:  # its prompt is not done: the next choice computes it instead
             heir, *others = sequence.siblings
             sequence.siblings = []
             heir.siblings, heir.prompt_rows, heir.num_prompt_rows = others, sequence.prompt_rows, sequence.num_prompt_rows
-            self.add(heir)
+            if parked:
+                self.parked.append(heir)
+            else:
+                self.add(heir)
 
     def park(self, sequence: Sequence) -> None:
         """Sets a sequence aside: place and blocks go to others, and it is computed again (or found in the cache) after `unpark`."""

@@ -258,6 +258,9 @@ def read_flm(path: str | os.PathLike[str]) -> FlmFile:
 def check_hashes(file: FlmFile, progress: Callable[[int, int, str], None] | None = None) -> None:
     """Compares every sha256 of the manifest. Raises ModelFileError naming the first part that differs and its bytes in the file."""
     infos = {info.name: info for info in file.source.infos}
+    for name, entry in file.manifest["kept"].items():
+        if SOURCE + name not in infos or not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+            raise _wrong(file.source, f"the manifest keeps {shown(name)}, which is not in the file", fix="download or convert the file again")
     wanted = [(w.name, w.name, w.nbytes, w.sha256) for w in file.weights.values()]
     wanted += [(name, SOURCE + name, infos[SOURCE + name].nbytes, entry["sha256"]) for name, entry in file.manifest["kept"].items()]
     wanted += [(name, FILES + name, entry["bytes"], entry["sha256"]) for name, entry in file.manifest["files"].items()]

@@ -144,7 +144,7 @@ def _convert(
         "kind": files.kind,
         "architecture": files.architecture,
         "config": files.config,
-        "source": source_name or files.path.name,
+        "source": Path(source_name).name if source_name and Path(source_name).exists() else source_name or files.path.name,
         "packed_for": report.packed_for,
         "dtype": rules.dtype,
         "method": rules.method,

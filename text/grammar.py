@@ -28,6 +28,7 @@ __all__ = ["After", "Grammar", "GrammarCompiler", "Matcher"]
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
 MAX_DEPTH: Final = 64  # of a schema
 MAX_KEPT: Final = 256  # compiled grammars
+MAX_KEPT_BYTES: Final = 4 << 20  # of their sources; what is compiled of one is some dozen times as large
 WHITE_SPACE: Final = r"[ \t\n\r]{0,8}"
 JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 
@@ -61,10 +62,10 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar. Calling it makes a matcher, one for each answer. source: what it was made of, for messages."""
+    """A compiled grammar. Calling it makes a matcher, one for each answer. kind: what it was made of; source_bytes: of how many bytes."""
 
-    def __init__(self, source: str, compiled: llguidance.LLMatcher, words: int):
-        self.source, self._compiled, self._words = source, compiled, words
+    def __init__(self, kind: str, compiled: llguidance.LLMatcher, words: int, source_bytes: int):
+        self.kind, self.source_bytes, self._compiled, self._words = kind, source_bytes, compiled, words
         self._lock = threading.Lock()
 
     def __call__(self) -> Matcher:
@@ -122,6 +123,7 @@ class GrammarCompiler:
         self._tokenizer, self._words = tokenizer, (vocab_size + 31) // 32
         self._library: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Any, param: str = "response_format") -> Grammar:
@@ -186,16 +188,20 @@ class GrammarCompiler:
                 self._library = self._open_library()
         try:
             matcher = llguidance.LLMatcher(self._library, source(), log_level=0)
-        except (ValueError, RecursionError, llguidance.gbnf_to_lark.GbnfToLarkError) as error:
+        except Exception as error:  # the library raises its own classes, and some that are no class of its own
             raise _refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
             raise _refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
-        grammar = Grammar(kind, matcher, self._words)
-        grammar().mask()  # a grammar that is too large to start is refused here, and not in the engine's thread
+        grammar = Grammar(kind, matcher, self._words, len(raw))
+        try:
+            grammar().mask()  # a grammar that is too large to start is refused here, and not in the engine's thread
+        except EngineError as error:
+            raise _refused("it cannot be enforced", _first_lines(error.why), param) from None
         with self._lock:
             self._kept[key] = grammar
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._kept_bytes += len(raw)
+            while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].source_bytes
         return grammar
 
     def _open_library(self) -> llguidance.LLTokenizer:

@@ -42,7 +42,7 @@ from fastllm.api import (
 )
 
 from . import _native, isa, pack
-from .lower import CACHE_TYPES, lower
+from .lower import CACHE_TYPES, MAX_HEAD, lower
 from .operands import Source
 from .program import NativeProgram
 from .threads import choose_threads
@@ -57,8 +57,6 @@ HUGE_BYTES = 4 << 20
 HUGE_KINDS = ("weights", "scratch")
 """Buffers of these kinds ask for 2 MB pages from that size on. Not caches: a first step touches one block of every layer, and to
 find and clear 2 MB for each of them took ten times as long as the step itself (measured: 280 instead of 37 ms)."""
-MAX_HEAD = 1024
-"""Widest attention head."""
 PROBE_BYTES = 1 << 30
 PROBE_ROUNDS = 5
 
@@ -155,6 +153,8 @@ class CpuBackend(Backend):
         """Memory to memory."""
         _check_range(dst, dst_offset, nbytes)
         _check_range(src, src_offset, nbytes)
+        if isinstance(dst, _HostBuffer) and dst.readonly:
+            raise ShapeError("copy into read-only host memory")
         _native.copy_bytes(dst.handle + dst_offset, src.handle + src_offset, nbytes)
 
     def memory(self) -> MemoryInfo:
@@ -418,7 +418,8 @@ def _refuse_shapes(q: OpQuery) -> str:
         if any(isinstance(d, str) for d in shape[1:]) and not (q.op == "attention" and index == 5):
             return f"operand {index} of shape {list(shape)}: only the leading dimension may vary"
     if q.op == "attention" and q.shapes and q.shapes[0] is not None:
-        width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)))
+        spec = q.specs[1] if len(q.specs) > 1 else None
+        width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)), spec.value_dim if isinstance(spec, KVSpec) else 0)
         if width > MAX_HEAD:
             return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
     return ""

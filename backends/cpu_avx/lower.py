@@ -40,7 +40,7 @@ from .operands import (
     vector,
 )
 
-__all__ = ["CACHE_TYPES", "Lowered", "lower"]
+__all__ = ["CACHE_TYPES", "MAX_HEAD", "Lowered", "lower"]
 
 OPCODES: Final = {
     name: number
@@ -57,6 +57,8 @@ SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
 FULL, COLUMNS, ONE, ROWS = range(4)
 INDEX, SLOT, PAGES = range(3)
 
+MAX_HEAD: Final = 1024
+"""Elements of a head: the attention kernel keeps rows of them on its stack (MAX_WIDTH)."""
 KEY_RANGE: Final = 512
 """Keys of one range of the attention kernel (FL_RANGE)."""
 PARTIAL_ROWS: Final = 8
@@ -529,6 +531,8 @@ class _Lowering:
         q, cache, positions, query_start, context_len, table, sinks, slopes, prefix, out = *inputs, outputs[0]
         c = self._cache(cache)
         value_dim = c[6] or attrs["value_dim"]
+        if max(c[5], value_dim) > MAX_HEAD:
+            raise ShapeError(f"heads of {max(c[5], value_dim)} elements; kernels take {MAX_HEAD} at most")
         t = matrix(table, ("i32",))
         starts, lengths = vector(query_start, "i32"), vector(context_len, "i32")
         self.check(PAGES, starts[0], 0, 0, 0, c[2], lengths[0], t[0], t[3], t[6], c[3])

@@ -103,7 +103,7 @@ def packed_weight(s: Source) -> tuple[int, int, int, int]:
     layout = s.tensor.packed
     number = -1 if layout is None else _native.layout_number(layout.id)
     fits = layout is not None and tuple(s.tensor.shape) == tuple(layout.shape) and len(layout.shape) == 2
-    if layout is None or number < 0 or not fits or s.tensor.offset + layout.nbytes > s.tensor.buffer.nbytes:
+    if layout is None or number < 0 or not fits or s.tensor.offset < 0 or s.tensor.offset + layout.nbytes > s.tensor.buffer.nbytes:
         raise ShapeError(f"this is not a weight that cpu_avx packed: {layout}")
     return (number, layout.shape[0], layout.shape[1], address_of(s.tensor))
 
@@ -114,7 +114,7 @@ def packed_stack(s: Source) -> tuple[int, int, int, int, int]:
     number = -1 if layout is None else _native.layout_number(layout.id)
     fits = layout is not None and len(s.tensor.shape) == 3 and tuple(s.tensor.shape[1:]) == tuple(layout.shape)
     stride = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT if layout is not None else 0
-    if layout is None or number < 0 or not fits or s.tensor.offset + s.tensor.shape[0] * stride > s.tensor.buffer.nbytes:
+    if layout is None or number < 0 or not fits or s.tensor.offset < 0 or s.tensor.offset + s.tensor.shape[0] * stride > s.tensor.buffer.nbytes:
         raise ShapeError(f"this is not a stack of weights that cpu_avx packed: {layout}")
     return (number, layout.shape[0], layout.shape[1], address_of(s.tensor), stride)
 

@@ -77,15 +77,18 @@ def route_topk(
     """logits [T, E], bias [E] -> ids i32 [T, k], weights [T, k]."""
     s = softmax(logits) if score == "softmax" else _sigmoid(logits) if score == "sigmoid" else logits
     choice = s if bias is None else s + bias
+    left_out = np.zeros(choice.shape, bool)
     if groups > 1:
         parts = choice.reshape(len(choice), groups, -1)  # [T, groups, E / groups]
         best = np.sort(parts, axis=-1)[..., ::-1]
         worth = best[..., 0] if group_score == "max" else best[..., 0] + best[..., 1]
         dropped = np.argsort(-worth, axis=-1, kind="stable")[:, keep_groups:]  # [T, groups − keep_groups]
-        parts = parts.copy()
-        np.put_along_axis(parts, dropped[..., None], F32(-np.inf), axis=1)
-        choice = parts.reshape(choice.shape)
-    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :k].astype(np.int32)
+        out = np.zeros(parts.shape, bool)
+        np.put_along_axis(out, dropped[..., None], True, axis=1)
+        left_out = out.reshape(choice.shape)
+    # by whether its group was dropped, then by value, NaN last; ties to the lower id
+    order = np.lexsort((-choice, np.isnan(choice), left_out), axis=-1)
+    ids = order[:, :k].astype(np.int32)
     weights = np.take_along_axis(s, ids, axis=-1)
     if score == "softmax_of_chosen":
         weights = softmax(weights)

@@ -37,7 +37,7 @@ _model = (
     click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
     click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device.  [default: warn]"),
     click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
-    click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file."),
+    click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, envvar="FASTLLM_PLUGIN", help="A backend in a Python file."),
     click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
     click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error."),
     click.option("--quiet", "-q", is_flag=True, help="No progress, notes or statistics on stderr."),

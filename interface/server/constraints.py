@@ -39,6 +39,9 @@ def wanted_constraint(body: Sampling) -> dict[str, Any] | None:
             value = getattr(body.structured_outputs, "json_" if name == "json" else name)
             if value is not None:
                 found.append({"kind": kind, "source": value, "param": f"structured_outputs.{name}"})
+        if not any(str(f["param"]).startswith("structured_outputs.") for f in found):
+            param = "structured_outputs"
+            raise InvalidRequest(f"{param} says nothing about the form", who=param, fix="send json, regex, choice or grammar", param=param)
     if (format := _response_format(getattr(body, "response_format", None))) is not None:
         found.append(format)
     if len(found) > 1:

@@ -165,7 +165,7 @@ class Gate:
             return origin
         if self._keys and path not in PUBLIC:
             self._check_key(scope)
-        if self._runtime.connections() > MAX_CONNECTIONS:
+        if self._runtime.connections() > MAX_CONNECTIONS and path not in PUBLIC:
             scope["visit"].close = True
             raise Unavailable("too many connections", fix="try again later", retry_after_s=1)
         if path is None:

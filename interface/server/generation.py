@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
+from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, Unavailable
 from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from ..core.sampling import effective_seed, stream_id
 from ..text import IncrementalDetokenizer, Tokenizer
@@ -223,19 +223,22 @@ class Generation:
         """Hands all prompts to the engine, or none. Raises QueueFull, InvalidRequest, ContextOverflow, EngineError."""
         end_ids = sorted(set(self.tokenizer.end_ids))
         engine = self._runtime.model.engine
+        count = len(self.ready.prompts)
+        if count > engine.max_queue:  # at once: prompts that are submitted in vain would keep others out
+            raise InvalidRequest(
+                f"{count} texts in one request; the queue of this server holds {engine.max_queue}",
+                who="prompt",
+                fix="send fewer, or start the server with a larger --max-queue",
+                param="prompt",
+            )
         try:
             for number, prompt in enumerate(self.ready.prompts):
                 request = self.request(number, prompt, end_ids)
                 self._handles.append(engine.submit(request, self._on_event(number)))
-        except BaseException as error:
+        except BaseException:
             self.cancelled = True
             for handle in self._handles:
                 handle.cancel()
-            if isinstance(error, QueueFull) and len(self.ready.prompts) > engine.max_queue:
-                count = len(self.ready.prompts)
-                raise InvalidRequest(
-                    f"{count} prompts; the queue of this server holds {engine.max_queue}", who="prompt", fix="send fewer", param="prompt"
-                ) from None
             raise
         if self.outbox is not None:
             self.outbox.write(self.writer.start())

@@ -110,6 +110,8 @@ class PreparerPool:
             self._waiting -= 1
 
     async def _prepare(self, kind: str, body: bytes) -> Any:
+        while self._idle and self._idle[-1].process.poll() is not None:  # it died while it had nothing to do
+            self._idle.pop().kill()
         process = self._idle.pop() if self._idle else await self._new()
         done = False
         try:

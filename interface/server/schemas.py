@@ -49,7 +49,9 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """`structured_outputs`: one of these."""
+    """`structured_outputs`: one of these; another key would be an answer without a form."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: dict[str, Any] | bool | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None

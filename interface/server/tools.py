@@ -164,5 +164,5 @@ def output_spec(body: ChatBody, use: ToolUse, template: ChatTemplate, prompt: st
 
 def markers(spec: OutputSpec) -> list[str]:
     """Texts whose special tokens must be read and not skipped."""
-    found = [*FORMATS[spec.calls].markers, *FORMATS[spec.calls].dropped] if spec.calls else []
+    found = [*FORMATS[spec.calls].markers, *FORMATS[spec.calls].inner, *FORMATS[spec.calls].dropped] if spec.calls else []
     return [*found, REASONING[spec.reasoning].opening, REASONING[spec.reasoning].closing] if spec.reasoning else found

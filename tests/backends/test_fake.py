@@ -13,7 +13,7 @@ from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import make_plan
 from fastllm.core.plugins import BackendRegistry
-from tests.core.devices import LIMITS, batch, logits_of, tiny
+from tests.core.devices import LIMITS, batch, tiny
 
 STEPS = (((3, 1, 4), 0), ((15, 9), 3), ((2, 6, 5, 3), 5))  # ids, position of the first
 
@@ -36,13 +36,6 @@ def test_same_bits_as_ref(options):
         there.close()
         assert fake.memory().used == 0
         here.close()
-
-
-def test_many_small_buffers_give_the_same():
-    whole, _ = logits_of({"ref": RefBackend()}, Placement.on("ref"))
-    split, plan = logits_of({"fake": FakeBackend(max_alloc=12_288)}, Placement.on("fake"))
-    assert len(plan.arenas[("fake", "weights")]) == 1
-    assert np.array_equal(whole, split)
 
 
 def test_a_result_that_is_not_waited_for_is_poison(monkeypatch):

@@ -160,3 +160,18 @@ def test_rows_without_a_mask_are_free():
     assert rows.mask[0].tolist() == rows.mask[2].tolist() == [0xFFFFFFFF] * WORDS
     assert not rows.mask[1].any()
     assert build_rows(states, VOCAB, [None] * 3).mask is None
+
+
+@pytest.mark.parametrize("mask", [np.zeros(7, np.uint32), [1, 2], np.ones(WORDS), np.zeros(WORDS, np.uint32)])
+def test_a_wrong_mask_fails_its_own_request(engine, mask):
+    class Wrong(Only):
+        def mask(self):
+            return mask
+
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for _ in range(4):
+        good = engine.submit(Request([3, 2], params, end_ids=[7]))
+        with pytest.raises(EngineError, match="constraint"):
+            list(engine.submit(Request([1, 2, 3], params, constraint=lambda: Wrong({1}))))
+        assert [e.token_id for e in good] == alone([3, 2], params)[0]
+    assert engine.healthy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -191,3 +192,29 @@ def test_json_ends():
     for bad in ("x", "[}", '{"a": ]'):
         with pytest.raises(ValueError, match="character"):
             json_end(bad, 0)
+
+
+def test_arguments_are_json():
+    for bad in ("NaN", "Infinity", "1e999"):
+        assert parse(f'<tool_call>{{"name": "clock", "arguments": {{"a": {bad}}}}}</tool_call>', "hermes")[2] == []
+    text = "<tool_call>clock<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>"
+    assert parse(text, "glm4.5")[2] == [("clock", {"a": "NaN"})]
+
+
+def test_a_call_of_gpt_oss_ends_with_the_answer():
+    text = "<|channel|>commentary to=functions.clock json<|message|>{}"
+    assert parse(text, "gpt-oss", [5] * 20) == ("", "", [("clock", {})])
+
+
+def test_blanks_cost_no_time():
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>" + " " * 100_000
+    assert parse(text, "kimi-k2", [25_000] * 4, strip=False)[2] == []
+
+
+def test_every_marker_of_a_call_is_known_as_markup():
+    """Special tokens are skipped unless a marker names them, so each must be named."""
+    for name, text in ALL:
+        form = FORMATS[name]
+        named = [*form.markers, *form.inner, *form.dropped]
+        for token in re.findall(r"<[|｜]\w[^<>]*?[|｜]>|\[[A-Z_]{4,}\]", text):
+            assert any(token in marker for marker in named), (name, token)

@@ -36,20 +36,32 @@ Read = Callable[[str, Tools, bool], "tuple[list[ParsedCall], int] | None"]
 class CallFormat:
     """name: of `--tool-parser`. markers: texts that begin a call region. read: (text from the marker on, tools, final) → (calls, length of
     the region), or None while more text can change that; final: no more text comes. ValueError: no call. at_start: without a marker, only the start of an answer can be a
-    call. in_template: texts of a chat template that tell this format. dropped: markers around content, which are nobody's text."""
+    call. in_template: texts of a chat template that tell this format. inner: markup inside of a region, which may be special tokens. dropped: markers around content, which are nobody's text."""
 
     name: str
     markers: tuple[str, ...]
     read: Read
     at_start: bool = False
     in_template: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+
+
+def _loads(text: str) -> Any:
+    """JSON without NaN and infinities, which are no JSON."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    value = json.loads(text, parse_constant=refuse)
+    json.dumps(value, allow_nan=False)  # 1e999
+    return value
 
 
 def _arguments(value: Any) -> str:
     """Arguments as JSON text; some models write them as a string that holds JSON."""
     if isinstance(value, str):
-        value = json.loads(value) if value.strip() else {}
+        value = _loads(value) if value.strip() else {}
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -81,7 +93,7 @@ def _expect(text: str, at: int, literal: str) -> int | None:
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
     """A JSON object or array at text[at], and where it ends."""
     end = json_end(text, at)
-    return None if end is None else (json.loads(text[at:end]), end)
+    return None if end is None else (_loads(text[at:end]), end)
 
 
 # hermes: <tool_call>{"name": …, "arguments": …}</tool_call> -------------------------------------------------------------
@@ -274,7 +286,7 @@ def _read_deepseek(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCal
             body = body.strip().removeprefix("```json").removesuffix("```")
         else:
             name, body = head, rest
-        calls.append(ParsedCall(_name(name), _arguments(json.loads(body))))
+        calls.append(ParsedCall(_name(name), _arguments(_loads(body))))
         at = end + len(_DS_CALL_END)
 
 
@@ -286,6 +298,7 @@ def _name(text: str) -> str:
 
 # glm: <tool_call>N <arg_key>K</arg_key><arg_value>V</arg_value>… </tool_call> --------------------------------------------
 
+_GLM_INNER: Final = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 _GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -313,15 +326,20 @@ def _read_glm(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall], i
 
 # kimi -------------------------------------------------------------------------------------------------------------------
 
-_KIMI = re.compile(r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w./-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(.*?)\s*<\|tool_call_end\|>", re.DOTALL)
+_KIMI_HEAD = re.compile(r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w./-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+_KIMI_CALL_END: Final = "<|tool_call_end|>"
+_KIMI_INNER: Final = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", _KIMI_CALL_END, "<|tool_calls_section_end|>")
 
 
 def _read_kimi(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall], int] | None:
     begin, close = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     at, calls = len(begin), list[ParsedCall]()
-    while found := _KIMI.match(text, at):
-        calls.append(ParsedCall(found[1], _arguments(json.loads(found[2]))))
-        at = found.end()
+    while head := _KIMI_HEAD.match(text, at):
+        end = text.find(_KIMI_CALL_END, head.end())
+        if end < 0:
+            return None
+        calls.append(ParsedCall(head[1], _arguments(_loads(text[head.end() : end]))))
+        at = end + len(_KIMI_CALL_END)
     at = _skip(text, at)
     if text.startswith(close, at):
         if not calls:
@@ -352,7 +370,7 @@ def _read_minimax(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall
             values = {p[1]: typed_value(p[2].strip("\n"), known.get(p[1])) for p in _MM_PARAMETER.finditer(invoke[2])}
             calls.append(ParsedCall(invoke[1], json.dumps(values, ensure_ascii=False)))
     else:
-        calls = [_call(json.loads(line)) for line in body.splitlines() if line.strip()]
+        calls = [_call(_loads(line)) for line in body.splitlines() if line.strip()]
     if not calls:
         raise ValueError("a section without calls")
     return calls, end + len(closing)
@@ -390,15 +408,17 @@ def _read_phi(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall], i
 # gpt-oss (harmony) ------------------------------------------------------------------------------------------------------
 
 _HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.([\w./-]+)\s*(?:<\|constrain\|>\s*json)?\s*(?:json)?<\|message\|>(.*?)(<\|call\|>|<\|end\|>)",
+    r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.([\w./-]+)\s*(?:<\|constrain\|>\s*json)?\s*(?:json)?<\|message\|>(.*?)(<\|call\|>|<\|end\|>|$)",
     re.DOTALL,
 )
 
 
 def _read_harmony(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall], int] | None:
     found = _HARMONY.match(text)
+    if found is not None and (found[3] or final):  # <|call|> ends the answer, so its text may never come
+        return [ParsedCall(found[1], _arguments(_loads(found[2])))], found.end()
     if found is not None:
-        return [ParsedCall(found[1], _arguments(json.loads(found[2])))], found.end()
+        return None
     if "<|call|>" in text or "<|end|>" in text:
         raise ValueError("a commentary that is no call")
     return None
@@ -407,22 +427,29 @@ def _read_harmony(text: str, tools: Tools, final: bool) -> tuple[list[ParsedCall
 FORMATS: Final[dict[str, CallFormat]] = {
     f.name: f
     for f in (
-        CallFormat("hermes", ("<tool_call>",), _read_hermes, in_template=("<tool_call>",)),
-        CallFormat("qwen3-coder", ("<tool_call>",), _read_qwen3_coder, in_template=("<function=",)),
+        CallFormat("hermes", ("<tool_call>",), _read_hermes, in_template=("<tool_call>",), inner=("</tool_call>",)),
+        CallFormat("qwen3-coder", ("<tool_call>",), _read_qwen3_coder, in_template=("<function=",), inner=("</tool_call>",)),
         CallFormat("llama3-json", ("<|python_tag|>", "{"), _read_llama3, at_start=True, in_template=('"parameters"', "<|python_tag|>")),
-        CallFormat("llama-pythonic", ("<|python_start|>", "["), _read_pythonic, at_start=True, in_template=("<|python_start|>", "[func_name1(")),
-        CallFormat("mistral", ("[TOOL_CALLS]",), _read_mistral, in_template=("[TOOL_CALLS]",)),
-        CallFormat("deepseek-v3", (_DS_BEGIN,), _read_deepseek, in_template=(_DS_BEGIN,)),
-        CallFormat("glm4.5", ("<tool_call>",), _read_glm, in_template=("<arg_key>",)),
-        CallFormat("kimi-k2", ("<|tool_calls_section_begin|>",), _read_kimi, in_template=("<|tool_calls_section_begin|>",)),
-        CallFormat("minimax", ("<minimax:tool_call>", "<tool_calls>"), _read_minimax, in_template=("<minimax:tool_call>", "<tool_calls>")),
-        CallFormat("phi", ("functools[", "<|tool_call|>"), _read_phi, in_template=("functools[", "<|/tool_call|>")),
+        CallFormat("llama-pythonic", ("<|python_start|>", "["), _read_pythonic, at_start=True, in_template=("<|python_start|>", "[func_name1("), inner=("<|python_end|>",)),
+        CallFormat("mistral", ("[TOOL_CALLS]",), _read_mistral, in_template=("[TOOL_CALLS]",), inner=("[ARGS]", "[CALL_ID]")),
+        CallFormat("deepseek-v3", (_DS_BEGIN,), _read_deepseek, in_template=(_DS_BEGIN,), inner=(_DS_CALL, _DS_SEP, _DS_CALL_END, _DS_END)),
+        CallFormat("glm4.5", ("<tool_call>",), _read_glm, in_template=("<arg_key>",), inner=_GLM_INNER),
+        CallFormat("kimi-k2", ("<|tool_calls_section_begin|>",), _read_kimi, in_template=("<|tool_calls_section_begin|>",), inner=_KIMI_INNER),
+        CallFormat(
+            "minimax",
+            ("<minimax:tool_call>", "<tool_calls>"),
+            _read_minimax,
+            in_template=("<minimax:tool_call>", "<tool_calls>"),
+            inner=("</minimax:tool_call>", "</tool_calls>"),
+        ),
+        CallFormat("phi", ("functools[", "<|tool_call|>"), _read_phi, in_template=("functools[", "<|/tool_call|>"), inner=("<|/tool_call|>",)),
         CallFormat("granite", ("<|tool_call|>",), _read_list("<|tool_call|>"), in_template=("<|tool_call|>",)),
         CallFormat(
             "gpt-oss",
             ("<|start|>assistant<|channel|>commentary to=functions.", "<|channel|>commentary to=functions."),
             _read_harmony,
             in_template=("to=functions.",),
+            inner=("<|constrain|>", "<|message|>"),
             dropped=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|start|>assistant", "<|return|>", "<|end|>", "<|call|>"),
         ),
     )

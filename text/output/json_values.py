@@ -50,12 +50,17 @@ def typed_value(text: str, schema: Any) -> Any:
     if allowed == {"string"}:
         return text
     try:
-        value = json.loads(text.strip())
+        value = json.loads(text.strip(), parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)  # 1e999
     except (ValueError, RecursionError):
         return text
     if not allowed or _kind(value) & allowed:
         return value
     return text
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _kind(value: Any) -> set[str]:

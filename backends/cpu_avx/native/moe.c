@@ -21,7 +21,14 @@ int64_t fl_moe_scratch(int64_t T, int64_t top_k, int64_t experts) {
 }
 
 /* Pairs sorted by expert: pair order[i] = row · k + choice, of expert e for start[e] <= i < start[e + 1], rows ascending. Every thread
- * sorts for itself, which is quicker than waiting for one that does. An id that is no expert's is left out. */
+ * sorts for itself, which is quicker than waiting for one that does. An id that is no expert's is left out, and
+ * so is one that its row has named before: the buffers hold each row once for an expert. */
+static int named_before(const int32_t *row, int64_t c) {
+    for (int64_t i = 0; i < c; i++)
+        if (row[i] == row[c]) return 1;
+    return 0;
+}
+
 typedef struct {
     const fl_moe *m;
     int64_t T, k;
@@ -39,13 +46,14 @@ static void sort_pairs(job *j) {
     for (int64_t t = 0; t < j->T; t++)
         for (int64_t c = 0; c < j->k; c++) {
             const int32_t e = j->ids[t * j->ids_stride + c];
-            if (e >= 0 && e < E) j->start[e + 1]++;
+            if (e >= 0 && e < E && !named_before(j->ids + t * j->ids_stride, c)) j->start[e + 1]++;
         }
     for (int64_t e = 0; e < E; e++) j->start[e + 1] += j->start[e];
     for (int64_t t = 0; t < j->T; t++)
         for (int64_t c = 0; c < j->k; c++) {
             const int32_t e = j->ids[t * j->ids_stride + c];
-            if (e >= 0 && e < E) j->order[j->start[e]++] = (int32_t)(t * j->k + c);
+            if (e >= 0 && e < E && !named_before(j->ids + t * j->ids_stride, c))
+                j->order[j->start[e]++] = (int32_t)(t * j->k + c);
         }
     for (int64_t e = E; e > 0; e--) j->start[e] = j->start[e - 1]; /* moved on by their counts above */
     j->start[0] = 0;
