@@ -60,13 +60,17 @@ class OthersClock:
     """How much of the machine others take, from one call of `share` to the next (Linux; 0 elsewhere)."""
 
     def __init__(self) -> None:
-        self._last = self._read()
+        self._last, self._share = self._read(), 0.0
 
     def share(self) -> float:
-        """Cores that neither this process nor its children used, a mean since the last call."""
-        before, self._last = self._last, self._read()
-        wall = self._last[0] - before[0]
-        return round(max(0.0, (self._last[1] - before[1] - (self._last[2] - before[2])) / wall), 2) if wall > 0 else 0.0
+        """Cores that neither this process nor its children used, a mean since the last call. The system counts in ticks of 10 ms, so
+        a call within half a second of the last repeats its answer."""
+        now = self._read()
+        wall = now[0] - self._last[0]
+        if wall >= 0.5:
+            self._share = round(max(0.0, (now[1] - self._last[1] - (now[2] - self._last[2])) / wall), 2)
+            self._last = now
+        return self._share
 
     def _read(self) -> tuple[float, float, float]:
         """(now, CPU seconds of the whole machine, CPU seconds of our processes)."""
@@ -156,7 +160,11 @@ def merge(document: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    return json.dumps([row[name] for name in KEY], sort_keys=True)
+    """How many steps a decode took is how it was measured, not what."""
+    values = [row[name] for name in KEY]
+    if "tokens" in row["params"] and row["cell"] != "prefill":
+        values[-1] = {k: v for k, v in row["params"].items() if k != "tokens"}
+    return json.dumps(values, sort_keys=True)
 
 
 def save(document: dict[str, Any], path: Path) -> None:

@@ -22,7 +22,7 @@ class IkLlama(Worker):
         if not self.model:
             raise RuntimeError(f"ik_llama.cpp cannot load {path}")
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context, 512, 512, streams
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context + 64 * streams, 512, 512, streams
         params.n_threads = params.n_threads_batch = threads
         self.context = api.llama_init_from_model(self.model, params)
         if not self.context:

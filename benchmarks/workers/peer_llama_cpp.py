@@ -24,7 +24,7 @@ class LlamaCpp(Worker):
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context, 512, int(options.get("ubatch", 512)), streams
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context + 64 * streams, 512, int(options.get("ubatch", 512)), streams
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified, params.no_perf = True, True
         on, off = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
