@@ -162,7 +162,7 @@ class WeightRef:
             dims, format, data = _transposed(src, dims, data)
         if self.row_index is not None:
             dims, data = self._gather_rows(src, dims, format, data)
-        if not _same_but_ones(dims, shape):
+        if not _fits(dims, shape):
             raise ModelFileError(
                 f"tensor '{src.name}' gives shape {list(dims)}, but the model's configuration asks for {list(shape)}",
                 who=src.file,
@@ -193,7 +193,7 @@ class WeightRef:
             if not dims or max(self.row_index) >= dims[0]:
                 return None
             dims = (len(self.row_index), *dims[1:])
-        return shape if _same_but_ones(dims, shape) else dims
+        return shape if _fits(dims, shape) else dims
 
     def _stack(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """All parts in memory at once."""
@@ -220,10 +220,14 @@ class WeightRef:
         return (len(self.row_index), *dims[1:]), _as_rows(dims, format, data)[np.asarray(self.row_index)]
 
 
-def _same_but_ones(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Equal, or a vector and a matrix of one row, or the kernel [C, L] of a convolution of each channel and [C, 1, L]."""
-    short, long = sorted((tuple(a), tuple(b)), key=len)
-    return short == long or long in ((1, *short[:1]) if len(short) == 1 else (*short[:1], 1, *short[1:]),)
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """The shape in the file is the wanted one, or a vector for a matrix of one row, or the kernel [C, L] of a convolution of each channel
+    as [C, 1, L] or the other way round."""
+    found, wanted = tuple(found), tuple(wanted)
+    if found == wanted or (len(found) == 1 and wanted == (1, *found)):
+        return True
+    flat, deep = sorted((found, wanted), key=len)
+    return len(flat) == 2 and deep == (flat[0], 1, flat[1])
 
 
 def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray:
