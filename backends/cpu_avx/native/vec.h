@@ -223,40 +223,47 @@ FL_INLINE f32x8 exp8(f32x8 x) {
     return select8(x != x, x, y);
 }
 
-/* Sixteen lanes, for the softmax of attention: one register or two, the same bits. */
-FL_INLINE f32x16 load16(const float *p) {
-    f32x16 v;
+/* FL_WIDE lanes for the softmax of attention. Longer vectors than the registers are no way to write it: compilers take their
+ * comparisons apart, lane by lane. */
+#if FL_WIDE == 16
+typedef f32x16 f32xw;
+typedef i32x16 i32xw;
+#define FL_LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#else
+typedef f32x8 f32xw;
+typedef i32x8 i32xw;
+#define FL_LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#endif
+FL_INLINE f32xw loadw(const float *p) {
+    f32xw v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-FL_INLINE void store16(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
-FL_INLINE f32x16 set16(float x) { return x - (f32x16){0}; }
-FL_INLINE f32x16 max16(f32x16 a, f32x16 b) { /* NaN in either gives b */
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+FL_INLINE void storew(float *p, f32xw v) { memcpy(p, &v, sizeof v); }
+FL_INLINE f32xw setw(float x) { return x - (f32xw){0}; }
+FL_INLINE f32xw selectw(i32xw mask, f32xw yes, f32xw no) { return (f32xw)(((i32xw)yes & mask) | ((i32xw)no & ~mask)); }
+FL_INLINE f32xw maxw(f32xw a, f32xw b) { /* NaN in either gives b */
+#if FL_WIDE == 16
+    return (f32xw)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (f32xw)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    i32x16 more = a > b;
-    return (f32x16)(((i32x16)a & more) | ((i32x16)b & ~more));
+    return selectw(a > b, a, b);
 #endif
 }
-FL_INLINE f32x8 low8(f32x16 v) {
-    f32x8 h;
-    memcpy(&h, &v, sizeof h);
-    return h;
-}
-FL_INLINE f32x8 high8(f32x16 v) {
-    f32x8 h;
-    memcpy(&h, (const char *)&v + sizeof h, sizeof h);
-    return h;
-}
-
-/* Over the lanes, in one order. The largest of lanes that are no NaN. */
-FL_INLINE float sum16(f32x16 v) { return sum8(low8(v) + high8(v)); }
-FL_INLINE float top16(f32x16 v) {
-    f32x8 eight = max8(low8(v), high8(v));
+/* The largest lane of those that are no NaN. */
+FL_INLINE float topw(f32xw v) {
     f32x4 a, b;
-    memcpy(&a, &eight, sizeof a);
-    memcpy(&b, (const char *)&eight + sizeof a, sizeof b);
+#if FL_WIDE == 16
+    f32x8 low, high;
+    memcpy(&low, &v, sizeof low);
+    memcpy(&high, (const char *)&v + sizeof low, sizeof high);
+    low = max8(low, high);
+#else
+    f32x8 low = v;
+#endif
+    memcpy(&a, &low, sizeof a);
+    memcpy(&b, (const char *)&low + sizeof a, sizeof b);
     i32x4 more = a > b;
     a = (f32x4)(((i32x4)a & more) | ((i32x4)b & ~more));
     float first = a[0] > a[1] ? a[0] : a[1], second = a[2] > a[3] ? a[2] : a[3];
@@ -265,18 +272,18 @@ FL_INLINE float top16(f32x16 v) {
 
 /* 2^x for x ≤ 0 within 1.5 ulp, and exactly 1 for 0; 0 below −126: beside a weight of 1, what a denormal adds is lost. x = n + f with
  * |f| ≤ ½; the polynomial is the minimax one of degree 5 with p(0) = 1. NaN stays NaN. */
-FL_INLINE f32x16 exp2_16(f32x16 x) {
-    f32x16 t = x + 12582912.0f; /* 1.5·2^23: the sum's low bits are n */
-    f32x16 f = x - (t - 12582912.0f);
-    f32x16 p = 1.32647273e-3f * f + 9.67151299e-3f;
+FL_INLINE f32xw exp2w(f32xw x) {
+    f32xw t = x + 12582912.0f; /* 1.5·2^23: the sum's low bits are n */
+    f32xw f = x - (t - 12582912.0f);
+    f32xw p = 1.32647273e-3f * f + 9.67151299e-3f;
     p = p * f + 5.55073358e-2f;
     p = p * f + 0.240222424f;
     p = p * f + 0.693147004f;
     p = p * f + 1.0f;
-    i32x16 power = ((i32x16)t - (0x4b400000 - 127)) << 23, tiny = x < -126.0f;
-    return (f32x16)((i32x16)(p * (f32x16)power) & ~tiny);
+    i32xw power = ((i32xw)t - (0x4b400000 - 127)) << 23, tiny = x < -126.0f;
+    return (f32xw)((i32xw)(p * (f32xw)power) & ~tiny);
 }
-FL_INLINE float exp2_1(float x) { return exp2_16(set16(x))[0]; }
+FL_INLINE float exp2_1(float x) { return exp2w(setw(x))[0]; }
 
 /* tanh x (Cephes): an odd polynomial below 0.625, 1 − 2/(e^{2x} + 1) above. */
 FL_INLINE f32x8 tanh8(f32x8 x) {

@@ -205,30 +205,29 @@ typedef struct {
 
 /* Final scores of a pair: scaled, capped and biased, in units of log 2; −inf where it does not see a token. Returns the largest. */
 FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i, const float *kscale) {
-    const f32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const f32xw iota = FL_LANE_NUMBERS;
     int32_t from = w->from[i], to = w->to[i];
     float *s = w->score[i];
-    f32x16 top = set16(-INFINITY);
-    for (int32_t j = from / 16 * 16; j < to; j += 16) {
-        f32x16 x = load16(s + j);
-        if (kscale) x = x * load16(kscale + j);
+    f32xw top = setw(-INFINITY);
+    for (int32_t j = from / 16 * 16; j < (to + 15) / 16 * 16; j += FL_WIDE) {
+        f32xw x = loadw(s + j);
+        if (kscale) x = x * loadw(kscale + j);
         if (a->softcap > 0.0f) {
-            f32x8 cap = set8(a->softcap);
-            x = x * a->scale;
-            store8(s + j, cap * tanh8(low8(x) / cap)), store8(s + j + 8, cap * tanh8(high8(x) / cap));
-            x = load16(s + j) * LOG2_E;
+            storew(s + j, x * a->scale);
+            for (int32_t k = j; k < j + FL_WIDE; k += 8) store8(s + k, a->softcap * tanh8(load8(s + k) / a->softcap));
+            x = loadw(s + j) * LOG2_E;
         } else {
             x = x * (a->scale * LOG2_E);
         }
         if (a->slopes) x = x + (w->slope[i] * LOG2_E) * (iota + (float)j + w->distance[i]);
-        if (j < from || j + 16 > to) {
-            i32x16 seen = (iota + (float)j >= (float)from) & (iota + (float)j < (float)to);
-            x = (f32x16)(((i32x16)x & seen) | ((i32x16)set16(-INFINITY) & ~seen));
+        if (j < from || j + FL_WIDE > to) {
+            i32xw seen = (iota + (float)j >= (float)from) & (iota + (float)j < (float)to);
+            x = selectw(seen, x, setw(-INFINITY));
         }
-        store16(s + j, x);
-        top = max16(x, top);
+        storew(s + j, x);
+        top = maxw(x, top);
     }
-    return top16(top);
+    return topw(top);
 }
 
 /* Scores of a step become weights; the running m, l and acc of every pair are brought along. kscale, vscale: of the keys and values of
@@ -241,7 +240,7 @@ static void step_softmax(const fl_attention *a, step *w, const float *kscale, co
         keep[i] = now > w->m[i] ? w->m[i] - now : 0.0f;
         w->m[i] = now;
     }
-    for (int32_t i = 0; i < w->n; i += 16) store16(keep + i, exp2_16(load16(keep + i)));
+    for (int32_t i = 0; i < w->n; i += FL_WIDE) storew(keep + i, exp2w(loadw(keep + i)));
     for (int32_t i = 0; i < w->n; i++) {
         float *s = w->score[i], *l = w->l[i], *acc = w->acc[i];
         int32_t from = w->from[i], to = w->to[i];
@@ -253,15 +252,17 @@ static void step_softmax(const fl_attention *a, step *w, const float *kscale, co
             }
             continue;
         }
-        f32x16 sum = load16(l) * keep[i];
-        for (int32_t j = from / 16 * 16; j < to; j += 16) {
-            f32x16 p = exp2_16(load16(s + j) - w->m[i]);
-            sum += p;
-            store16(s + j, vscale ? p * load16(vscale + j) : p);
+        for (int32_t part = 0; part < 16; part += FL_WIDE) { /* the sum of token j is l[j mod 16], in every variant */
+            f32xw sum = loadw(l + part) * keep[i];
+            for (int32_t j = from / 16 * 16 + part; j < (to + 15) / 16 * 16; j += 16) {
+                f32xw p = exp2w(loadw(s + j) - w->m[i]);
+                sum += p;
+                storew(s + j, vscale ? p * loadw(vscale + j) : p);
+            }
+            storew(l + part, sum);
         }
-        store16(l, sum);
         if (keep[i] != 1.0f)
-            for (int32_t c = 0; c < width; c += 16) store16(acc + c, load16(acc + c) * keep[i]);
+            for (int32_t c = 0; c < width; c += FL_WIDE) storew(acc + c, loadw(acc + c) * keep[i]);
     }
 }
 
@@ -424,7 +425,7 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
             }
             for (int32_t i = 0; i < w.n; i++) {
                 if (see[i].lo >= end || see[i].hi <= begin || see[i].lo >= see[i].hi) continue;
-                float l = sum16(load16(w.l[i]));
+                float l = sum8(load8(w.l[i]) + load8(w.l[i] + 8));
                 if (a->partials) {
                     float *part = partial(a, row0 + i / heads, kv_head * group + h0 + i % heads, r);
                     part[0] = w.m[i], part[1] = l;
