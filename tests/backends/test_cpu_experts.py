@@ -222,3 +222,14 @@ def test_concat_puts_strided_heads_side_by_side():
     out = np.full((5, 2, 12), np.nan, np.float32)
     layer.cpu.ops()["concat"](x, y, out=layer.tensor(out), stream=Stream(), ws=None)
     assert np.array_equal(out, np.concatenate([whole[..., 7:], whole[..., :7]], axis=-1))
+
+
+def test_an_expert_that_a_row_names_twice_counts_once_and_nothing_is_overwritten():
+    layer = Experts(("q8_0", "q8_0", "q8_0"), shape=(4, 64, 64), threads=2)
+    rng = np.random.default_rng(0)
+    rows = 1100  # more than a block of results holds
+    x = rng.standard_normal((rows, 64)).astype(np.float32)
+    ids, weights = np.full((rows, 4), 1, np.int32), np.full((rows, 4), 0.25, np.float32)
+    once = layer.run(x, ids[:, :1].copy(), weights[:, :1].copy())
+    assert np.array_equal(layer.run(x, ids, weights), once)
+    assert np.array_equal(layer.run(x[:1], ids[:1], weights[:1]), once[:1])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fastllm.api import EngineError, HostTensor, KVSpec, ShapeError, Stream, Tensor
+from fastllm.api import EngineError, HostTensor, KVSpec, OpQuery, ShapeError, Stream, Tensor
 from fastllm.backends.cpu_avx import isa
 from fastllm.backends.cpu_avx.backend import CpuBackend
 
@@ -593,3 +593,16 @@ def test_no_rows_is_no_work(bench):
     assert bench.run("embed", np.zeros(0, np.int32), normal(3, 8), shape=(0, 8)).shape == (0, 8)
     seqs = Sequences(bench, [5], 1, 16, 16, 64)
     assert seqs.attend([normal(0, 2, 16)], [np.zeros(0)])[0].shape == (0, 2, 16)
+
+
+def test_values_wider_than_the_kernels_stack_are_refused():
+    kit = Bench(threads=2)
+    spec = KVSpec(1, 16, 4096)
+    shapes = (("T", 1, 16), (), ("T",), ("S+1",), ("S",), ("S", "B"), None, None, None)
+    dtypes = ("f32", "kv", "i32", "i32", "i32", "i32", None, None, None)
+    specs = (None, spec, *[None] * 7)
+    answer = kit.cpu.supports(OpQuery("attention", dtypes, shapes, attrs={"scale": 0.1}, specs=specs))
+    assert "4096 elements" in answer.reason
+    sequences = Sequences(kit, [600], 1, 16, 4096, 16)
+    with pytest.raises(ShapeError, match="4096 elements"):
+        sequences.attend([normal(1, 1, 16)], [np.array([599])])

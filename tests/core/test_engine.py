@@ -438,3 +438,20 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 def test_options_that_do_not_fit_are_refused(options):
     with pytest.raises(UsageError):
         Engine(FakeRunner(), **options)
+
+
+def test_a_choice_of_a_paused_request_does_not_start_because_another_is_cancelled():
+    got, release = [], threading.Event()
+    with Engine(FakeRunner(before=lambda batch: release.wait(30))) as engine:
+        first = engine.submit(Request([9, 9], SamplingParams(temperature=0.0, max_tokens=2)))  # keeps the engine busy
+        paused = engine.submit(Request([1, 2, 3], SamplingParams(temperature=1.0, max_tokens=3, n=2)), lambda handle, event: got.append(event))
+        paused.pause()
+        paused.cancel(0)
+        release.set()
+        first.result()
+        engine.submit(Request([5, 5], SamplingParams(temperature=0.0, max_tokens=4))).result()
+        assert [e.finish_reason for e in got] == ["cancelled"]
+        paused.resume()
+        while not paused.done:
+            engine.submit(Request([5, 5], SamplingParams(temperature=0.0, max_tokens=1))).result()
+    assert [e.index for e in got if e is not None and e.token_id is not None] == [1, 1, 1]
