@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..text import ChatTemplate
     from .schemas import ChatBody
 
-__all__ = ["OutputSpec", "ToolUse", "messages_for", "output_spec", "tool_use"]
+__all__ = ["OutputSpec", "ToolUse", "markers", "messages_for", "output_spec", "tool_use"]
 
 ENFORCED: Final = {  # format -> text before the name, between name and arguments, after them
     "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
@@ -49,8 +49,8 @@ class OutputSpec:
 
 @dataclass
 class ToolUse:
-    """tools: for the template, None where there are none to write. native: the template writes them. constraint: of calls that must
-    happen. warning: what is done otherwise than asked."""
+    """tools: for the template, None where there are none to write. native: the template writes them. format: in which calls are
+    read; schemas: name -> schema of the parameters; constraint: of calls that must happen."""
 
     tools: list[dict[str, Any]] | None
     native: bool
