@@ -98,8 +98,7 @@ class Loaded:
 
     def leaving(self) -> list[str]:
         """Ops of a decode step that the device does not run itself: on another backend, or inherited from ref."""
-        inherited = [] if self.backend.name == "ref" else [d for d in self.plan.decisions if d.impl.startswith("ref.")]
-        return sorted({self.plan.graph.nodes[d.node].op for d in (*self.plan.fallbacks, *inherited)})
+        return sorted({self.plan.graph.nodes[d.node].op for d in (*self.plan.fallbacks, *self.plan.inherited)})
 
     def logits(self, ids: np.ndarray, pieces: list[int], start: int = 0, table: list[int] | None = None) -> np.ndarray:
         """Logits f32 after each of `ids`, the prompt cut in pieces of these lengths."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .backend import PackedLayout, StepDims, plain_bytes
-from .graph import Graph, experts_of_row
+from .graph import Graph, Value, experts_of_row
 
-__all__ = ["HOST", "Copy", "Decision", "Place", "Plan", "Segment", "StepLimits"]
+__all__ = ["HOST", "INHERITED", "Copy", "Decision", "LeftOp", "Place", "Plan", "Segment", "StepLimits"]
 
 HOST = "host"
 """Who runs `sample`: the executor itself, from downloaded logits. Its adjustments and masks have no bound that a device could
 reserve memory for, and two implementations of the draw would have to agree bit for bit."""
+INHERITED = "it only inherits this op, which is computed on the host in numpy"
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,27 @@ class Segment:
 @dataclass(frozen=True)
 class Decision:
     """Who runs a node (impl: its name in `Backend.ops()`, or HOST), why not the device that was asked, and the bytes of workspace
-    that it needs there."""
+    that it needs there. inherited: the device that was asked has this op from `RefBackend` only, so that numpy computes it wherever
+    the node stays there."""
 
     node: int
     device: str
     impl: str
     reason: str = ""
     workspace: int = 0
+    inherited: bool = False
+
+
+@dataclass(frozen=True)
+class LeftOp:
+    """An op of a model that its device does not compute itself: where it runs and why, how many nodes, and the bytes that they
+    carry between devices (or download and upload) for one token of one sequence. A value that serves two such nodes counts for both."""
+
+    op: str
+    device: str
+    reason: str
+    count: int
+    bytes_per_token: int
 
 
 @dataclass
@@ -105,6 +120,42 @@ class Plan:
     def fallbacks(self) -> list[Decision]:
         """Nodes that left the device they were placed on."""
         return [d for d in self.decisions if d.reason]
+
+    @property
+    def inherited(self) -> list[Decision]:
+        """Nodes that stay on their device and are computed there by what it inherits: on the host, in numpy."""
+        return [d for d in self.decisions if d.inherited and not d.reason]
+
+    @property
+    def left(self) -> list[LeftOp]:
+        """`fallbacks` and `inherited`, one entry per op, device and reason, with the bytes that they move per token."""
+        found: dict[tuple[str, str, str], list[int]] = {}
+        for d in self.decisions:
+            if d.reason or d.inherited:
+                node = self.graph.nodes[d.node]
+                sums = found.setdefault((node.op, d.device, d.reason or f"{d.device}: {INHERITED}"), [0, 0])
+                sums[0] += 1
+                sums[1] += self._operand_bytes(d)
+        return [LeftOp(*key, count, nbytes) for key, (count, nbytes) in found.items()]
+
+    def _operand_bytes(self, decision: Decision) -> int:
+        """Bytes that a node of another device, or one that is inherited, carries for one token: of a node that left, the values that
+        come from another device or are taken back to one; of an inherited one, all it reads and makes but cache and step arrays."""
+        node = self.graph.nodes[decision.node]
+        if not decision.reason:
+            names = {self.graph.base(n).name for n in (*node.inputs, *node.outputs) if n is not None}
+            return sum(self._row_bytes(self.graph.values[n]) for n in names if self.graph.values[n].kind in ("temp", "weight"))
+        mine = [c for s in self.segments for c in s.copies]
+        inputs = {self.graph.base(n).name for n in node.inputs if n is not None}
+        outputs = {self.graph.base(n).name for n in node.outputs}
+        moved = [c for c in mine if (c.target == decision.device and c.value in inputs) or (c.source == decision.device and c.value in outputs)]
+        return sum(self._row_bytes(self.graph.values[c.value]) for c in moved)
+
+    @staticmethod
+    def _row_bytes(value: Value) -> int:
+        """Bytes of one token's part of a value; of a weight, all of it."""
+        row = value.shape[1:] if value.shape and isinstance(value.shape[0], str) else value.shape
+        return plain_bytes([int(d) for d in row], "f32" if value.dtype == "any" else value.dtype)
 
     def total_bytes(self, arena: str) -> int:
         """Bytes of one kind over all devices."""
@@ -126,9 +177,4 @@ class Plan:
 
     def copy_bytes_per_token(self) -> int:
         """Bytes that cross devices for one token."""
-        total = 0
-        for copy in (c for s in self.segments for c in s.copies):
-            value = self.graph.values[copy.value]
-            row = value.shape[1:] if value.shape and isinstance(value.shape[0], str) else value.shape
-            total += plain_bytes([int(d) for d in row], value.dtype)
-        return total
+        return sum(self._row_bytes(self.graph.values[c.value]) for s in self.segments for c in s.copies)

@@ -16,7 +16,7 @@ from .errors import UnsupportedError, UsageError
 from .graph import Graph, KVSpec, Node, SlotSpec, Value
 from .ops import CATALOGUE, OPSET
 from .placement import Placement
-from .plan import HOST, Copy, Decision, Place, Plan, Segment, StepLimits
+from .plan import HOST, INHERITED, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
 from .weights import TensorSource, WeightRef, stored_as
 
@@ -126,27 +126,46 @@ class _Planner:
         return list(members.values())
 
     def _decide(self, group: Sequence[int], wanted: str) -> list[Decision]:
-        """Who runs the nodes of a group: the first device, from the wanted one on, that runs all of them."""
+        """Who runs the nodes of a group: the first device, from the wanted one on, that runs all of them. What the wanted device only
+        inherits is asked of the others first: it downloads its operands to compute in numpy, which only `ref` does as slowly."""
         nodes = [self.graph.nodes[i] for i in group]
         if nodes[0].op == "sample":
             return [Decision(group[0], wanted, HOST)]
         refused: dict[int, list[str]] = {i: [] for i in group}
+        kept: list[Decision] = []
+        inherits = [False] * len(group)
         for device in dict.fromkeys([wanted, *self.backends]):
+            if kept and self.backends[device].name == "ref":
+                return kept
             answers = [self._ask(node, device) for node in nodes]
+            if device == wanted:
+                inherits = [self._inherits(a, device) for a in answers]
             if all(isinstance(a, Yes) for a in answers):
-                return [
-                    Decision(i, device, a.impl, "" if device == wanted else "; ".join(refused[i]), a.workspace)
-                    for i, a in zip(group, answers, strict=True)
+                found = [
+                    Decision(i, device, a.impl, "" if device == wanted else "; ".join(refused[i]), a.workspace, mine)
+                    for i, a, mine in zip(group, answers, inherits, strict=True)
                     if isinstance(a, Yes)
                 ]
+                if not all(self._inherits(a, device) for a in answers):
+                    return found
+                kept = kept or found
+                for i in group:
+                    refused[i].append(f"{device}: {INHERITED}")
+                continue
             op, why = next((node.op, a.reason) for node, a in zip(nodes, answers, strict=True) if isinstance(a, No))
             for i, a in zip(group, answers, strict=True):
                 refused[i].append(f"{device}: {self._why(a) if isinstance(a, No) else f'its state is also that of {op}: {why}'}")
+        if kept:
+            return kept
         ops = ", ".join(f"'{op}'" for op in dict.fromkeys(n.op for n in nodes))
         raise UnsupportedError(
             f"no backend runs op {ops} of this model",
             why="; ".join(dict.fromkeys(reason for node in refused.values() for reason in node)),
         )
+
+    def _inherits(self, answer: Yes | No, device: str) -> bool:
+        """True for an op that a backend has from `RefBackend`, and not for `ref` itself."""
+        return isinstance(answer, Yes) and answer.impl.startswith("ref.") and self.backends[device].name != "ref"
 
     def _why(self, answer: No) -> str:
         """The reason of a No, and within which ranges it would have been a Yes."""
@@ -160,11 +179,12 @@ class _Planner:
         return f"{answer.reason}: it holds for {ranges}{fix}"
 
     def _check_policy(self, wanted: Sequence[str]) -> None:
-        left = self.plan.fallbacks
+        left = sorted([*self.plan.fallbacks, *self.plan.inherited], key=lambda d: d.node)
         if left and self.fallback == "error":
-            lines = sorted({f"{self.graph.nodes[d.node].op}: {d.reason}" for d in left})
+            lines = sorted({f"{self.graph.nodes[d.node].op}: {d.reason or f'{d.device}: {INHERITED}'}" for d in left})
+            stay = f", {len(self.plan.inherited)} of them for numpy on the host" if self.plan.inherited else ""
             raise UnsupportedError(
-                f"{len(left)} nodes would leave device '{wanted[left[0].node]}'",
+                f"{len(left)} nodes would leave device '{wanted[left[0].node]}'{stay}",
                 why="; ".join(lines),
                 fix="--fallback warn runs them elsewhere",
                 ops=lines,
@@ -221,13 +241,16 @@ class _Planner:
 
     def _plain_format(self, format: str, value: Value, device: str, assume: Mapping[str, str]) -> str:
         """The narrowest plain form without loss that every node which uses the weight takes on this device; nodes that the device
-        does not run with f32 have no say."""
+        does not run with f32, or only inherits, have no say."""
 
         def takes(node: Node, form: str) -> bool:
-            return isinstance(self._ask(node, device, {**assume, value.name: form}), Yes)
+            answer = self._ask(node, device, {**assume, value.name: form})
+            return isinstance(answer, Yes) and not self._inherits(answer, device)
 
         choices = NARROW.get(FORMATS[format].lossless, ("f32",))
         users = [n for n in self.graph.nodes if value.name in n.inputs and (len(choices) == 1 or takes(n, "f32"))]
+        if not users:
+            return "f32"
         return next((choice for choice in choices[:-1] if all(takes(n, choice) for n in users)), "f32")
 
     # memory ---------------------------------------------------------------------------------------------------------

@@ -131,11 +131,12 @@ def _summary(name: str, planned: ModelPlan, watch: _Watch) -> BackendStatus:
         if decision.impl == HOST:
             continue
         op = plan.graph.nodes[decision.node].op
-        if decision.device != name:
+        if decision.inherited:
+            state = "inherited"
+        elif decision.device != name:
             state = "fallback"
         else:
-            inherited = decision.impl.startswith("ref.") and name != "ref"
-            state = "inherited" if inherited or decision.node in watch.downloading else "native"
+            state = "inherited" if decision.node in watch.downloading else "native"
         row = rows.setdefault((op, state, decision.device), OpStatus(op, state, decision.impl, decision.device, reason=decision.reason))
         row.count += 1
         row.seconds += statistics.median(watch.seconds[decision.node])

@@ -367,16 +367,13 @@ def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, 
     """The lines that must be visible: notes of the files and the family, ops that leave their device."""
     for line in (*files.notes, *definition.notes):
         say_note(line, options, str(files.path))
-    left = plan.fallbacks
+    left = plan.left
     if left and fallback == "allow":
-        options.message(f"{len(left)} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
+        count = sum(op.count for op in left)
+        options.message(f"{count} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
     elif left:
-        reasons: dict[tuple[str, str, str], int] = {}
-        for d in left:
-            key = (plan.graph.nodes[d.node].op, d.device, d.reason)
-            reasons[key] = reasons.get(key, 0) + 1
-        for (op, device, reason), count in reasons.items():
-            options.message(f"{op} (× {count}) runs on {device}: {reason}")
+        for op in left:
+            options.message(f"{op.op} (× {op.count}) runs on {op.device}: {op.reason}; {op.bytes_per_token:,} bytes per token")
         options.message(f"{plan.copy_bytes_per_token():,} bytes are copied between devices per token")
 
 

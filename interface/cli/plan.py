@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,7 +57,8 @@ def plan_command(model: str | None, **values: Any) -> None:
     for layout, size in facts["weight_layouts"].items():
         click.echo(f"{'kept as ' + layout:22} {size / (1 << 20):,.1f} MiB")
     for left in facts["fallbacks"]:
-        click.echo(f"{'leaves its device':22} {left['op']} × {left['count']} → {left['device']}: {left['reason']}")
+        line = f"{left['op']} × {left['count']} → {left['device']}: {left['reason']}; {left['bytes_per_token']:,} bytes per token"
+        click.echo(f"{'leaves its device':22} {line}")
     click.echo(f"{'copied per token':22} {facts['copy_bytes_per_token']:,} bytes")
     click.echo(f"{'weights per token':22} {facts['weight_bytes_per_token'] / (1 << 20):,.1f} MiB")
     if facts["read_bytes_per_s"]:
@@ -74,7 +76,6 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
     for place in plan.places.values():
         if place.arena in ("weights", "mapped"):
             layouts[place.layout.id if place.layout else place.dtype] += place.nbytes
-    left: Counter[tuple[str, str, str]] = Counter((plan.graph.nodes[d.node].op, d.device, d.reason) for d in plan.fallbacks)
     per_token = plan.bytes_per_token()
     bandwidth = _bandwidth(planned, per_token) if measure else None
     return {
@@ -94,7 +95,7 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "available_bytes": planned.available_bytes,
         "layers": _layers(planned),
         "weight_layouts": dict(layouts.most_common()),
-        "fallbacks": [{"op": op, "device": device, "reason": reason, "count": n} for (op, device, reason), n in left.items()],
+        "fallbacks": [asdict(op) for op in plan.left],
         "copy_bytes_per_token": plan.copy_bytes_per_token(),
         "weight_bytes_per_token": per_token,
         "read_bytes_per_s": bandwidth,

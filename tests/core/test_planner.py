@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from fastllm.api import No, RefBackend
+from fastllm.api import No, RefBackend, Yes
 from fastllm.core.arena import Lifetime, pack_lifetimes
 from fastllm.core.errors import ModelFileError, UnsupportedError, UsageError
 from fastllm.core.executor import Executor
@@ -63,6 +65,43 @@ def test_a_device_that_lacks_ops_gives_the_same_logits_through_copies():
     assert all("no " in d.reason for d in plan.fallbacks)
     assert plan.copy_bytes_per_token() == (16 + 8 + 8 + 16) * 4  # q, k, v there, attention's result back
     assert device.live == 0
+
+
+class Host(RefBackend):
+    """As fast as a host gets: every op under its own name."""
+
+    name = "host"
+
+    def supports(self, q):
+        answer = super().supports(q)
+        return replace(answer, impl=answer.impl.replace("ref.", "host.")) if isinstance(answer, Yes) else answer
+
+    def ops(self):
+        return {name.replace("ref.", "host."): op for name, op in super().ops().items()}
+
+
+def test_what_a_device_only_inherits_is_run_by_the_fastest_host_backend():
+    class Partly(Accelerator):  # its own attention, so that its own cache stays there
+        def supports(self, q):
+            return Yes("acc.attention") if q.op == "attention" else super().supports(q)
+
+        def ops(self):
+            return {**super().ops(), "acc.attention": self._op_attention}
+
+    whole, _ = logits_of({"ref": RefBackend()}, Placement.on("ref"))
+    for backends, where in (({"host": Host()}, "host"), ({}, "acc")):
+        logits, plan = logits_of({"acc": Partly(), **backends, "ref": RefBackend()}, Placement.on("acc"), fallback="warn")
+        assert np.array_equal(logits, whole)
+        devices = {plan.graph.nodes[d.node].op: d.device for d in plan.decisions}
+        assert devices == {op: "acc" if op in ("attention", "kv_write", "sample") else where for op in devices}
+        left = {op.op: op for op in plan.left}
+        assert set(left) == set(devices) - {"attention", "sample"}  # kv_write is inherited, and stays with the cache
+        assert "only inherits" in left["rms_norm"].reason
+        assert left["rope"].bytes_per_token == (2 * (16 + 8) * 4 if where == "acc" else (16 + 8) * 4)  # there and back, or there only
+    with pytest.raises(UnsupportedError, match="numpy on the host") as error:
+        logits_of({"acc": Partly(), "ref": RefBackend()}, Placement.on("acc"), fallback="error")
+    assert "rms_norm: acc: it only inherits this op" in error.value.why
+    assert "attention" not in error.value.why
 
 
 def test_extended_ops_are_decomposed_on_their_device():

@@ -185,14 +185,22 @@ def test_plan_shows_the_bytes_of_each_type_of_cache(run, tiny_model):
 
 
 PARTIAL = """
-from fastllm.api import API_VERSION, BackendSpec, DeviceInfo, No, Ready, hookimpl
+from dataclasses import replace
+from fastllm.api import API_VERSION, BackendSpec, DeviceInfo, No, Ready, Yes, hookimpl
 from fastllm.backends.ref.backend import RefBackend
 
 class Partial(RefBackend):
     name = "partial"
 
     def supports(self, q):
-        return No("this device has no softmax") if q.op == "attention" else super().supports(q)
+        if q.op == "attention":
+            return No("this device has no softmax")
+        answer = super().supports(q)
+        own = q.op != "act_mul" and isinstance(answer, Yes)  # act_mul stays inherited
+        return replace(answer, impl=answer.impl.replace("ref.", "partial.")) if own else answer
+
+    def ops(self):
+        return {name.replace("ref.", kind): op for name, op in super().ops().items() for kind in ("ref.", "partial.")}
 
 @hookimpl
 def fastllm_backends():
@@ -218,9 +226,11 @@ def partial(tmp_path):
 
 def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, partial):
     facts = json.loads(run("plan", tiny_model, "--json", "--no-measure", *partial).out)
-    assert [(f["op"], f["device"], f["count"]) for f in facts["fallbacks"]] == [("kv_write", "cpu_avx", 2), ("attention", "cpu_avx", 2)]
-    assert facts["fallbacks"][1]["reason"] == "partial: this device has no softmax"
-    assert facts["copy_bytes_per_token"] > 0
+    left = {f["op"]: f for f in facts["fallbacks"]}
+    assert {op: (f["device"], f["count"]) for op, f in left.items()} == {"kv_write": ("cpu_avx", 2), "attention": ("cpu_avx", 2), "act_mul": ("cpu_avx", 2)}
+    assert left["attention"]["reason"] == "partial: this device has no softmax"
+    assert "only inherits" in left["act_mul"]["reason"]
+    assert facts["copy_bytes_per_token"] == sum(f["bytes_per_token"] for f in left.values()) > 0
     assert "leaves its device" in run("plan", tiny_model, "--no-measure", *partial).out
     warned = run("run", tiny_model, "--prompt", "x", "-n", 1, *partial)
     assert warned.code == 0
@@ -231,6 +241,7 @@ def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, 
         refused = run("run", tiny_model, "--prompt", "x", "-n", 1, *more, *partial)
         assert refused.code == 5
         assert "no softmax" in refused.err
+        assert "act_mul: partial: it only inherits this op" in refused.err
 
 
 # doctor and backends -----------------------------------------------------------------------------------------------------
