@@ -288,11 +288,10 @@ class Engine:
                 job.handle.started = True
                 with self._wake:
                     self._num_queued -= 1
-        masks = self._masks(step)
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
-            step.batch.sampler = build_rows(self._sampler_states(step), self._vocab_size, masks)
+            step.batch.sampler = lambda: build_rows(self._sampler_states(step), self._vocab_size, self._masks(step))
             result = self._runner.run(step.batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(step.batch.sample_rows):
@@ -331,7 +330,8 @@ class Engine:
         return states
 
     def _masks(self, step: ScheduledStep) -> list[np.ndarray | None] | None:
-        """What each row of logits is held to; None: no row is. A constraint that raises fails its request, whose row is then nobody's."""
+        """What each row of logits is held to; None: no row is. A constraint that raises fails its request, whose row is then nobody's.
+        Asked for when the logits are there: a constraint has worked on its mask meanwhile."""
         masks: list[np.ndarray | None] = []
         for part in step.slices:
             if part.num_rows:
@@ -339,7 +339,8 @@ class Engine:
                 choice: JobChoice = part.sequence.owner
                 if part.samples and choice.constraint is not None and not choice.finished:
                     try:
-                        masks[-1] = self._checked_mask(choice.constraint.mask())
+                        mask = choice.constraint.mask()
+                        masks[-1] = None if mask is None else self._checked_mask(mask)
                     except Exception as error:
                         self._fail_job(choice.job, error)
         return masks if any(mask is not None for mask in masks) else None

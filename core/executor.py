@@ -291,11 +291,11 @@ class Executor:
         return logits
 
     def _sample(self, logits: np.ndarray, batch: StepBatch) -> np.ndarray | None:
-        rows = batch.sampler
-        if rows is None:
+        if batch.sampler is None:
             return None
         if not len(logits):
             return np.zeros(0, np.int32)
+        rows = batch.sampler() if callable(batch.sampler) else batch.sampler
         from . import _kernels
 
         return _kernels.sample(

@@ -26,9 +26,9 @@ MAX_SALT: Final = 128
 class TokenConstraint(Protocol):
     """What one answer may look like: a mask for every token. Called by the engine's thread alone; what it raises fails the request."""
 
-    def mask(self) -> np.ndarray:
-        """u32 [ceil(vocab_size / 32)]: bit id % 32 of word id // 32 is 1 where the token may come next; at least one is. Valid until the
-        next call."""
+    def mask(self) -> np.ndarray | None:
+        """u32 [ceil(vocab_size / 32)]: bit id % 32 of word id // 32 is 1 where the token may come next; at least one is. None: every token
+        may. Called once a step, when its logits are there, so a mask that is computed since `accept` costs nothing beside a step."""
 
     def accept(self, token_id: int) -> bool:
         """Takes a token of the answer. True: the answer is complete and ends here."""

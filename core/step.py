@@ -6,6 +6,7 @@ the executor copies them by name and knows nothing else about scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +46,7 @@ class StepBatch:
     context_len: np.ndarray  # i32 [S]
     block_table: np.ndarray  # i32 [S, B]
     sample_rows: np.ndarray  # i32 [R]
-    sampler: SamplerRows | None = None  # None: the caller wants logits only
+    sampler: SamplerRows | Callable[[], SamplerRows] | None = None  # called when the logits are there; None: the caller wants logits only
     state_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
     prefix_len: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
 

@@ -80,6 +80,7 @@ class ChatTemplate:
                 tree = self._environment.parse(source)
                 self.variables = frozenset(meta.find_undeclared_variables(tree)) - frozenset(self._environment.globals)
                 self.literals = tuple(_literals(tree))
+                self._names = frozenset(node.attr for node in tree.find_all(nodes.Getattr)) | frozenset(self.literals)
                 self._template = self._environment.from_string(source)
         except Exception as error:
             raise _explain(error) from None
@@ -89,6 +90,10 @@ class ChatTemplate:
     def supports_tools(self) -> bool:
         """Whether the template reads `tools`."""
         return "tools" in self.variables
+
+    def reads(self, name: str) -> bool:
+        """Whether the template may look at this key of a message: it names it somewhere."""
+        return name in self._names
 
     def render(
         self,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 __all__ = ["load_options", "model_options", "parse_pairs", "sampling_options"]
 
@@ -94,4 +95,19 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     chosen = {name: values[name] for name in names if name in values}
     if "group_size" in values:
         chosen["group_size"] = int(values["group_size"])
+        _check_group_size(values, extra.get("message"))
     return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **chosen, **extra)
+
+
+def _check_group_size(values: Mapping[str, Any], message: Callable[[str], None] | None) -> None:
+    """--group-size is about weights that are converted; without a conversion it says nothing, and that is said."""
+    source = click.get_current_context().get_parameter_source("group_size")
+    if source in (None, ParameterSource.DEFAULT) or values.get("dtype") or values.get("dtype_config"):
+        return
+    text = "--group-size has no effect: weights stay as they are stored without --dtype"
+    if values.get("strict"):
+        raise click.UsageError(f"{text}; give --dtype int4, or leave it out")
+    if message is not None:
+        message(text)
+    elif not values.get("quiet"):
+        click.echo(f"fastllm: {text}", err=True)

@@ -29,7 +29,6 @@ from . import info
 from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
-from .constraints import compile_constraint
 from .embeddings import EmbeddingsWriter, RerankWriter, Vectors
 from .gate import Gate, Visit, send_error, send_json
 from .generation import Generation, Writer
@@ -215,7 +214,7 @@ def make_app(runtime: Runtime) -> Gate:
             prefix, writer = WRITERS[kind]
             generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
             if ready.constraint is not None:
-                generation.constraint = await asyncio.to_thread(compile_constraint, runtime.grammars, ready.constraint, ready.after)
+                generation.constraint = await runtime.compile(ready.constraint, ready.after)
                 runtime.check_open()
             generation.submit()
             runtime.enter(generation, generation.outbox)

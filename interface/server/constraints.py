@@ -1,22 +1,26 @@
 """What an answer must look like: from the fields of a body to a compiled grammar.
 
 The preparation process finds out what is wanted (`wanted_constraint`, plain data in `Prepared.constraint`); the server compiles it in a
-worker thread (`compile_constraint`), before the first byte of an answer, so that what cannot be enforced is a 400.
+worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
 
-from ..core.errors import InvalidRequest
+from ..core.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
     from ..core.request import TokenConstraint
     from ..text.grammar import GrammarCompiler
     from .schemas import Sampling
 
-__all__ = ["compile_constraint", "wanted_constraint"]
+__all__ = ["Compilation", "wanted_constraint"]
+
+MAX_WAITING: Final = 64
 
 _DIRECT = {  # field -> kind
     "guided_json": "json_schema",
@@ -68,7 +72,30 @@ def _response_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
     )
 
 
-def compile_constraint(compiler: GrammarCompiler, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
-    """Makes a grammar, in a worker thread. after: the grammar begins behind this text (the end of reasoning). Raises InvalidRequest."""
-    grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=wanted["param"])
-    return compiler.after(grammar, after) if after else grammar
+class Compilation:
+    """Compiles beside the event loop, two grammars at a time; more than MAX_WAITING are not waited for. compiler: makes the compiler, whose
+    tables are built when the first grammar is compiled."""
+
+    def __init__(self, compiler: Callable[[], GrammarCompiler]):
+        self._compiler = compiler
+        self._threads = ThreadPoolExecutor(2, "fastllm-grammar")
+        self._waiting = 0
+
+    async def __call__(self, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
+        """The grammar of a request. after: it begins behind this text (the end of reasoning). Raises InvalidRequest, Unavailable."""
+        if self._waiting >= MAX_WAITING:
+            raise Unavailable("too many grammars are being compiled", fix="try again later", retry_after_s=1)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, wanted, after)
+        finally:
+            self._waiting -= 1
+
+    def _compile(self, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
+        compiler = self._compiler()
+        grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=wanted["param"])
+        return compiler.after(grammar, after) if after else grammar
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what they do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

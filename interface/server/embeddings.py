@@ -16,7 +16,10 @@ __all__ = ["EmbeddingsWriter", "RerankWriter", "Vectors"]
 
 
 class Vectors(Generation):
-    """A request whose answers are vectors. vectors: f32 [C] of each prompt."""
+    """A request whose answers are vectors. vectors: f32 [C] of each prompt. Its texts enter the engine one by one, so that they may be more
+    than its queue holds."""
+
+    window = 32
 
     def __init__(self, *args: Any):
         super().__init__(*args)

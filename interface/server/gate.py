@@ -39,7 +39,10 @@ PUBLIC: Final = frozenset({"/live", "/health", "/ready"})
 MAX_CONNECTIONS: Final = 1024
 ALIASES: Final = {"/response": "/v1/responses"}  # without /v1 -> the route
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
-_METHODS: Final = "GET, POST, OPTIONS"
+_METHODS: Final = "GET, POST, DELETE, OPTIONS"
+_HEADERS: Final = ("authorization", "content-type", "x-api-key", "x-request-id", "anthropic-version", "anthropic-beta")
+_HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
+MAX_ASKED: Final = 64  # headers of one preflight
 
 
 class Visit:
@@ -99,7 +102,7 @@ class Gate:
         scope["visit"] = visit
         if path is not None:
             scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
-        allowed_origin = ""
+        allowed_origin = self._named_origin(scope)  # also of what is refused: the page must be able to read why
 
         async def send_marked(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -114,9 +117,9 @@ class Gate:
             await send(message)
 
         try:
-            allowed_origin = self._check(scope, path, methods)
+            self._check(scope, path, methods)
             if scope["method"] == "OPTIONS":
-                await self._preflight(send_marked, allowed_origin)
+                await self._preflight(scope, send_marked, allowed_origin)
                 return
             await self._app(scope, receive, send_marked)
         except FastLLMError as error:
@@ -156,13 +159,13 @@ class Gate:
             return given[0]
         return f"req_{secrets.token_hex(12)}"
 
-    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> str:
-        """Raises what keeps the request out; returns the origin to allow, if it names one."""
+    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> None:
+        """Raises what keeps the request out."""
         if self._settings.local and not self._keys:
             self._check_host(scope)
-        origin = self._check_origin(scope)
+        self._check_origin(scope)
         if scope["method"] == "OPTIONS":
-            return origin
+            return
         if self._keys and path not in PUBLIC:
             self._check_key(scope)
         if self._runtime.connections() > MAX_CONNECTIONS and path not in PUBLIC:
@@ -173,7 +176,6 @@ class Gate:
         if scope["method"] not in methods:
             allow = ", ".join(sorted({*methods, "OPTIONS"}))
             raise MethodNotAllowed(f"{scope['method'][:20]} is not for this route", fix=f"use {allow}", allow=allow)
-        return origin
 
     def _hint(self, path: str) -> str:
         if path.rstrip("/").endswith("/embed"):
@@ -187,17 +189,18 @@ class Gate:
             if not (_is_local(host) or host in self._settings.hosts):
                 raise PermissionDenied("this Host is not served here", fix="start the server with --allowed-host NAME, or with a key")
 
-    def _check_origin(self, scope: Scope) -> str:
-        """The origin to allow, "" if none is named or it is our own page."""
-        origins = _values(scope, b"origin")
-        if not origins:
-            return ""
-        allowed = self._settings.origins
-        if len(origins) == 1 and ("*" in allowed or origins[0] in allowed):
-            return origins[0]
-        hosts = _values(scope, b"host")
+    def _named_origin(self, scope: Scope) -> str:
+        """The origin of the page that calls, if an option allows it; else ""."""
+        origins, allowed = _values(scope, b"origin"), self._settings.origins
+        return origins[0] if len(origins) == 1 and ("*" in allowed or origins[0] in allowed) else ""
+
+    def _check_origin(self, scope: Scope) -> None:
+        """A page must be our own, or one that an option allows."""
+        origins, hosts = _values(scope, b"origin"), _values(scope, b"host")
+        if not origins or self._named_origin(scope):
+            return
         if len(origins) == 1 and len(hosts) == 1 and urlsplit_netloc(origins[0]) == hosts[0].lower():
-            return ""
+            return
         raise PermissionDenied("pages of this origin may not call this server", fix="start the server with --cors-origin ORIGIN")
 
     def _check_key(self, scope: Scope) -> None:
@@ -220,13 +223,16 @@ class Gate:
         if not right:
             raise AuthenticationError("the API key is wrong", fix=fix)
 
-    async def _preflight(self, send: Send, origin: str) -> None:
-        """What a browser asks before it lets a page call."""
+    async def _preflight(self, scope: Scope, send: Send, origin: str) -> None:
+        """What a browser asks before it lets a page call. An allowed page may send every header that it asks for: the libraries of both
+        interfaces have a dozen of their own (x-stainless-*, anthropic-*, openai-*)."""
         headers = {"allow": _METHODS, "content-length": "0"}
         if origin:
+            asked = [name.strip().lower() for value in _values(scope, b"access-control-request-headers") for name in value.split(",")]
+            named = [name for name in asked[:MAX_ASKED] if _HEADER_NAME.fullmatch(name)]
             headers |= {
                 "access-control-allow-methods": _METHODS,
-                "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
+                "access-control-allow-headers": ", ".join(dict.fromkeys([*_HEADERS, *named])),
                 "access-control-max-age": "600",
             }
         await send({"type": "http.response.start", "status": 204, "headers": [(k.encode(), v.encode()) for k, v in headers.items()]})

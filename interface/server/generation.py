@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, Unavailable
+from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
 from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from ..core.sampling import effective_seed, stream_id
 from ..text import IncrementalDetokenizer, Tokenizer
@@ -167,7 +167,8 @@ class Answer:
         due: list[tuple[TokenLogprobs, int | None]] = []
         whole = self.finish_reason is not None and self.stopped is None
         while self._entries and (self._entries[0].end <= self._released or whole):
-            due.append((self._entries.popleft().logprobs, None))
+            entry = self._entries.popleft()
+            due.append((entry.logprobs, None if entry.raw else 0))
         if self.stopped is not None and self._entries:
             first = self._entries[0]
             if first.start < self._released:
@@ -184,6 +185,7 @@ class Generation:
     """
 
     writer: Writer
+    window: int | None = None  # prompts that are in the engine at the same time; None: all of them
 
     def __init__(self, runtime: Runtime, ready: Prepared, request_id: str, outbox: Outbox | None):
         self.ready, self.request_id, self.outbox = ready, request_id, outbox
@@ -200,6 +202,7 @@ class Generation:
         self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
         self._handles: list[RequestHandle] = []
         self._left = len(ready.prompts)
+        self._end_ids = sorted(set(self.tokenizer.end_ids))
         self.error: FastLLMError | None = None
         self.cancelled = False
         self.done = asyncio.Event()
@@ -221,9 +224,10 @@ class Generation:
 
     def submit(self) -> None:
         """Hands all prompts to the engine, or none. Raises QueueFull, InvalidRequest, ContextOverflow, EngineError."""
-        end_ids = sorted(set(self.tokenizer.end_ids))
         engine = self._runtime.model.engine
         count = len(self.ready.prompts)
+        if self.window is not None:
+            count = min(count, self.window, engine.max_queue)
         if count > engine.max_queue:  # at once: prompts that are submitted in vain would keep others out
             raise InvalidRequest(
                 f"{count} texts in one request; the queue of this server holds {engine.max_queue}",
@@ -232,9 +236,8 @@ class Generation:
                 param="prompt",
             )
         try:
-            for number, prompt in enumerate(self.ready.prompts):
-                request = self.request(number, prompt, end_ids)
-                self._handles.append(engine.submit(request, self._on_event(number)))
+            for _ in range(count):
+                self._submit_next()
         except BaseException:
             self.cancelled = True
             for handle in self._handles:
@@ -243,6 +246,22 @@ class Generation:
         if self.outbox is not None:
             self.outbox.write(self.writer.start())
             self.outbox.pause, self.outbox.resume = self.pause, self.resume
+
+    def _submit_next(self) -> None:
+        """The first prompt that is not in the engine yet."""
+        number = len(self._handles)
+        request = self.request(number, self.ready.prompts[number], self._end_ids)
+        self._handles.append(self._runtime.model.engine.submit(request, self._on_event(number)))
+
+    def _submit_more(self) -> None:
+        """What the window has room for; if the queue is full, the next second tries again."""
+        try:
+            running = sum(not handle.done for handle in self._handles)
+            while len(self._handles) < len(self.ready.prompts) and running < (self.window or 0):
+                self._submit_next()
+                running += 1
+        except QueueFull:
+            pass
 
     def request(self, number: int, prompt: Any, end_ids: list[int]) -> Request:
         """What the engine is asked for a prompt (i32 [n])."""
@@ -297,6 +316,8 @@ class Generation:
             self.fail(self.error or handle.error)
             return
         self._left -= 1
+        if len(self._handles) < len(self.ready.prompts):
+            self._submit_more()
         if self._left == 0:
             usage = self.usage()
             if self._send is not None:
@@ -340,6 +361,8 @@ class Generation:
 
     def tick(self, now: float) -> None:
         """Once a second: the time that a request may wait in the queue."""
+        if self.window is not None and not self.done.is_set():
+            self._submit_more()
         limit = self._runtime.settings.queue_timeout_s
         waits = any(handle.waiting for handle in self._handles)
         if limit is not None and waits and now - self.submitted_at > limit:

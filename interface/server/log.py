@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import Any
 
-from ..core.errors import one_line
+from ..core.errors import FastLLMError, one_line
 from .gate import Visit
 
 __all__ = ["Log"]
@@ -63,4 +63,6 @@ class Log:
     def fault(self, visit: Visit, error: BaseException) -> None:
         """An inner fault, with all that a client is not told."""
         told = "".join(traceback.format_exception(error)).rstrip()
-        self._write({"event": "fault", "id": visit.request_id, "path": visit.path[:200], "error": told})
+        entry = {"event": "fault", "id": visit.request_id, "path": visit.path[:200], "error": told}
+        why = error.why if isinstance(error, FastLLMError) else ""
+        self._write({**entry, "why": why} if why else entry)

@@ -19,12 +19,14 @@ def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float, cut: int | None = None) -> dict[str, Any]:
-    raw = _bytes(tokenizer, token_id)[:cut]
-    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+    raw = _bytes(tokenizer, token_id)
+    shown = raw if token_id in tokenizer.special_ids else raw[:cut]  # a special token that is skipped has a name, and no bytes
+    return {"token": shown.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(raw[:cut])}
 
 
 def chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, cut: int | None = None) -> dict[str, Any]:
-    """One element of `logprobs.content`. cut: bytes of the token that are in the answer, where a stop text took the rest."""
+    """One element of `logprobs.content`. cut: bytes of the token that are in the answer, where a stop text took the rest, or
+    where a special token is skipped."""
     top = [_token(tokenizer, i, p) for i, p in entry.top]
     return {**_token(tokenizer, entry.token_id, entry.logprob, cut), "top_logprobs": top}
 

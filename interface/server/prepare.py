@@ -8,12 +8,12 @@ A route of another interface (`responses`, `messages`) turns its body into that 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..core.errors import ContextOverflow, InvalidRequest, ModelFileError, ModelNotFound, TemplateError, UnsupportedContent
 from ..core.sampling import SamplingParams
@@ -21,7 +21,7 @@ from ..formats.json_text import parse_json
 from ..text import ChatTemplate, RenderedPrompt, Tokenizer
 from ..text.output import REASONING
 from .constraints import wanted_constraint
-from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Sampling
+from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Message, Sampling
 from .tools import ToolUse, messages_for, output_spec, tool_use
 
 __all__ = [
@@ -36,6 +36,10 @@ __all__ = [
     "prepare_completion",
     "render_text",
 ]
+
+PART_KEYS: Final = frozenset(
+    "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
+)  # of content parts, in one interface or another: read, or refused
 
 
 @dataclass
@@ -119,7 +123,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
         checked: Body = BODIES[kind].model_validate(body)
     except ValidationError as error:
         raise explain(error) from None
-    ready.ignored += [name for name in checked.model_extra or {} if body[name] is not None]
+    ready.ignored += list(dict.fromkeys(_unknown(checked, kitchen.template)))
     if kitchen.strict and ready.ignored:
         name = ready.ignored[0]
         raise InvalidRequest(f"--strict: {name} has no effect on this server", who=name, fix=f"leave {name} out", param=name)
@@ -127,6 +131,23 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     if kitchen.strict_model and model is not None and model not in kitchen.names:
         raise ModelNotFound(f"no model '{str(model)[:80]}' here; there is {', '.join(kitchen.names)}", param="model")
     return checked
+
+
+def _unknown(body: BaseModel, template: ChatTemplate | None, where: str = "") -> Iterator[str]:
+    """Paths of the fields that nobody reads, at any depth (`tools[].function.x`). A key of a message may be the template's."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None and not (isinstance(body, Message) and template is not None and template.reads(name)):
+            yield where + name
+    for name, value in body:
+        path = f"{where}{name}"
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, template, f"{path}.")
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, BaseModel):
+                    yield from _unknown(item, template, f"{path}[].")
+                elif isinstance(item, dict) and name == "content":
+                    yield from (f"{path}[].{key}" for key in item if key not in PART_KEYS and item[key] is not None)
 
 
 def explain(error: ValidationError) -> InvalidRequest:
@@ -322,6 +343,9 @@ def _message(kitchen: Kitchen, message: dict[str, Any], index: int) -> dict[str,
                 raise InvalidRequest(f"{where}.content[{number}] has no text", who=where, param=f"{where}.content")
             texts.append(text)
         message["content"] = "\n".join(texts)
+    reasoning = message.pop("reasoning", None)
+    if message.get("reasoning_content") is None:
+        message["reasoning_content"] = reasoning
     if message["role"] == "developer" and kitchen.template and not any("developer" in text for text in kitchen.template.literals):
         message["role"] = "system"
     return message

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import EngineError, FastLLMError, Unavailable
 from .bridge import Bridge
+from .constraints import Compilation
 from .log import Log
 from .metrics import Metrics
 from .pool import PreparerPool
@@ -52,6 +53,7 @@ class Runtime:
         self.connections: Callable[[], int] = lambda: 0
         self.stop: Callable[[], None] = lambda: None
         self.gate: Gate | None = None
+        self.compile = Compilation(lambda: self.grammars)
         self._flags = defaults or SamplingParams()
         self.defaults = self._flags
         self._none_active = asyncio.Event()
@@ -182,6 +184,7 @@ class Runtime:
                 outbox.cut()
         if self.pool is not None:
             self.pool.close()
+        self.compile.close()
 
     def origins(self) -> dict[str, Any]:
         """Each sampling default: its value, and who says so."""

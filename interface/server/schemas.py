@@ -102,6 +102,11 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = Field(None, description="A text, or text parts that are joined by a newline.")
+    name: str | None = None
+    tool_calls: Any = Field(None, description="Calls of an earlier answer, as it gave them.")
+    tool_call_id: str | None = Field(None, description="The call whose result this is.")
+    reasoning_content: str | None = Field(None, description="Reasoning of an earlier answer.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
 
 
 class Function(Body):

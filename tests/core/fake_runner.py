@@ -129,7 +129,7 @@ class FakeRunner:
         logits = np.zeros((rows, VOCAB), np.float32)
         for r, t in enumerate(batch.sample_rows):
             logits[r] = self._row(batch, int(owner[t]), int(t))
-        sampler = batch.sampler
+        sampler = batch.sampler() if callable(batch.sampler) else batch.sampler
         if sampler is None:
             return Output(None, logits)
         ids = _kernels.sample(

@@ -336,3 +336,13 @@ def test_grammars_that_cannot_be(run, tiny_model, options, what):
     done = run("run", tiny_model, "--prompt", "x", "--backend", "ref", *options)
     assert done.code == 2
     assert what in done.err
+
+
+def test_a_group_size_without_a_type_is_said_to_have_no_effect(run, tiny_model):
+    asked = ("run", tiny_model, "--prompt", "a", *GREEDY)
+    assert "--group-size has no effect" in run(*asked, "--group-size", 64).err
+    assert "--group-size" not in run(*asked).err
+    assert "--group-size has no effect" not in run(*asked, "--group-size", 64, "--dtype", "int8").err
+    strict = run(*asked, "--group-size", 64, "--strict")
+    assert strict.code == 2
+    assert "--group-size has no effect" in strict.err

@@ -112,3 +112,14 @@ def test_pooling_does_not_depend_on_how_the_rows_come(kind):
     assert whole.vector().tobytes() == cut.vector().tobytes()
     wanted = {"last": rows[-1], "cls": rows[0], "mean": rows.astype(np.float64).mean(axis=0)}[kind]
     assert np.allclose(whole.vector(), wanted, atol=1e-6)
+
+
+def test_more_texts_than_the_queue_holds(start):
+    server = start({"embedding": True, "max_queue": 4, "max_batch_size": 2}, embedding="last")
+    try:
+        texts = [f"text {i}" for i in range(40)]
+        together = vectors(server, texts)
+        assert len(together) == 40
+        assert together[31].tobytes() == vectors(server, texts[31])[0].tobytes()
+    finally:
+        server.close()
