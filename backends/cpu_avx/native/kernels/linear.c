@@ -14,41 +14,13 @@
  *
  * The amx variant uses these AVX-512 VNNI kernels for all row counts; it has no tile kernels yet.
  */
-#include "layouts.h"
 #include "ops.h"
-#include "simd.h"
+#include "weights.h"
 
-enum {
-    VECTORS = FL_STRIP / FL_LANES,
-    MOST_VECTORS = VECTORS < 4 ? VECTORS : 4, /* in registers at once */
-    VB = 4 * FL_LANES,
-    CHUNK = 256,
-    CHUNK_TILES = CHUNK / FL_TILE_K,
-    CHUNK_GROUPS = CHUNK / 16
-};
-enum { TILE = FL_STRIP * FL_TILE_K, DEPTH = 64, ROW_BLOCK = 128, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
-
-/* Vector variants: one copy of every kernel per layout and row count, unrolled, so that sums stay in registers. Plain C: one copy of
- * each for everything, told at run time what to do (a hundred unrolled copies without vector types take a compiler minutes). */
-#ifdef FL_PLAIN_C
-#define UNROLL
-#define UNROLL_COLUMNS
-#define KERNEL static __attribute__((noinline))
-#define PART static
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#if FL_LANES == 4
-#define UNROLL_COLUMNS _Pragma("GCC unroll 1") /* up to four times: compile time for nothing */
-#else
-#define UNROLL_COLUMNS UNROLL
-#endif
-#define KERNEL FL_INLINE
-#define PART FL_INLINE
-#endif
+enum { DEPTH = 64, ROW_BLOCK = 128, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
 
 typedef struct {
-    _Alignas(64) uint8_t codes[CHUNK_TILES][TILE];
-    _Alignas(64) float sw[CHUNK_GROUPS][FL_STRIP], msw[CHUNK_GROUPS][FL_STRIP], mw[CHUNK_GROUPS][FL_STRIP];
+    chunk weights;
     _Alignas(64) float acc[ROW_BLOCK][FL_STRIP], up[ROW_BLOCK][FL_STRIP]; /* sums of a strip, of w and of `up` */
     _Alignas(64) float values[DEPTH][FL_STRIP]; /* a block of 64 k as f32: plain formats and exact mode */
 } scratch_space;
@@ -152,67 +124,6 @@ static void add_bias(const float *bias, int rows, int strip, int N, float (*acc)
             for (int n = 0; n < count; n++) acc[r][n] += bias[n0 + n];
 }
 
-/* ---- weights ---------------------------------------------------------------------------------------------------------- */
-
-/* What unsigned codes count from, as these kernels see them. */
-FL_INLINE int zero_of(const fl_layout *L) { return L->is_signed ? (FL_WIDEN ? 0 : 128) : L->zero; }
-
-/* Codes of step j (k 4j..4j+3 of the tile) for rows FL_LANES*v...: unsigned, or, with FL_WIDEN, signed for signed layouts. */
-PART vb codes_of(const fl_layout *L, const uint8_t *tile, int j, int v) {
-    const uint8_t *low = tile + fl_low_at(L) + VB * v, *high = tile + fl_high_at(L) + VB * v;
-    vb q;
-    if (L->low == 8) q = vb_load(low + FL_LINE * j);
-    else if (L->low == 4) {
-        q = vb_load(low + FL_LINE * (j / 2));
-        q = vb_and(j % 2 ? vb_shr(q, 4) : q, vb_set1(15));
-    } else {
-        q = vb_load(low + FL_LINE * (j / 4));
-        q = vb_and(j % 4 ? vb_shr(q, 2 * (j % 4)) : q, vb_set1(3));
-    }
-    if (L->high) {
-        const int from = L->high == 1 ? j : 2 * (j % 4), to = L->low;
-        vb h = vb_load(high + (L->high == 1 ? 0 : FL_LINE * (j / 4)));
-        h = from > to ? vb_shr(h, from - to) : from < to ? vb_shl(h, to - from) : h;
-        q = vb_or(q, vb_and(h, vb_set1((uint8_t)(((1 << L->high) - 1) << to))));
-    }
-    if (L->table) q = vb_lookup(L->table == FL_TABLE_E2M1 ? FL_E2M1 : FL_NONLINEAR, q);
-    return L->is_signed && !FL_WIDEN ? vb_xor(q, vb_set1(0x80)) : q;
-}
-
-/* Half-precision scales of a block of 256, converted once. */
-FL_INLINE void convert_head(const fl_layout *L, const uint8_t *head, float *dm) {
-    if (L->block == 256 && L->group <= FL_TILE_K)
-        for (int i = 0; i < (L->minimum ? 2 : 1) * FL_STRIP; i += FL_LANES) vf_store(dm + i, vf_halves(head + 2 * i));
-}
-
-/* sw and mw of group `half` of a tile, for rows FL_LANES*v...; as fl_scales. dm: from convert_head. */
-PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, const uint8_t *tile, int half, int v, vf *sw,
-                    vf *mw) {
-    const int r = FL_LANES * v;
-    const uint8_t *bytes = tile + FL_STRIP * half + r;
-    *mw = vf_zero();
-    if (L->scale == FL_SCALE_HALF) {
-        *sw = vf_halves(head + 2 * r);
-        if (L->minimum) *mw = vf_halves(head + 64 + 2 * r);
-    } else if (L->scale == FL_SCALE_ZERO) {
-        *sw = vf_halves(head + 2 * r);
-        *mw = vf_neg(vf_mul(*sw, vf_ints(vi_u8s(head + 64 + r))));
-    } else if (L->scale == FL_SCALE_BYTES)
-        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_i8s(bytes)));
-    else if (L->scale == FL_SCALE_PAIR) {
-        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_u8s(bytes)));
-        *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_u8s(bytes + FL_STRIP))));
-    } else if (L->scale == FL_SCALE_NIBS) {
-        const vi both = vi_u8s(bytes);
-        *sw = vf_mul(vf_load(dm + r), vf_ints(vi_and(both, vi_set1(15))));
-        *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_shr(both, 4))));
-    } else {
-        float s[FL_LANES];
-        for (int i = 0; i < FL_LANES; i++) s[i] = fl_exponent_scale(head[r + i]);
-        *sw = vf_load(s);
-    }
-}
-
 /* ---- integer sums of one group ------------------------------------------------------------------------------------------ */
 
 /* sum[r][v] = FL_SUM_BITS - zero * (sum of x over the group), for R rows and NV vectors: what tile_sums adds the products to. */
@@ -273,17 +184,6 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
     }
 #endif
 #undef WEIGHTS
-}
-
-/* sx * S of one group. */
-FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
-    return L->group == 16 ? g->scale * (float)g->sum[half] : g->scaled;
-}
-
-/* acc after one group: the two fma of layouts.h. */
-FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const fl_group *g, int half, vsum acc) {
-    acc = vsum_fma(vf_scaled(sum, sw, msw), g->scale, acc, L->scale == FL_SCALE_EXP);
-    return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
 }
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
@@ -364,32 +264,9 @@ KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, 
 
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
 
-/* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. */
-KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, scratch_space *c) {
-    const uint8_t *head = p, *tile = p + L->head;
-    const int tile_bytes = fl_tile_bytes(L), halves = fl_halves(L), group = fl_group_tiles(L);
-    float dm[2 * FL_STRIP];
-    convert_head(L, head, dm);
-    for (int t = 0; t < tiles; t++) {
-        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++)
-            vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
-        if (t % group == 0)
-            for (int half = 0; half < halves; half++)
-                for (int v = 0; v < VECTORS; v++) {
-                    vf sw, mw;
-                    const int g = t / group * halves + half, r = FL_LANES * v;
-                    scales_of(L, head, dm, tile, half, v, &sw, &mw);
-                    vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))),
-                        vf_store(c->mw[g] + r, mw);
-                }
-        tile += tile_bytes;
-        if ((t + 1) % (L->block / FL_TILE_K) == 0) head = tile, tile += L->head;
-    }
-}
-
 /* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. next, lines: the packed chunk behind
  * this one, of which each tile asks for some lines, so that reading it takes as long as computing. */
-KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const scratch_space *c, const int8_t *x, size_t ldx,
+KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chunk *c, const int8_t *x, size_t ldx,
                            const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
     enum { NV = 2 };
     const int group = fl_group_tiles(L);
@@ -433,19 +310,19 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int 
         const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K, calls = (rows + 3) / 4 * tiles;
         const int size = tiles * FL_TILE_K / L->block * (int)block, lines = (size / 64 + calls - 1) / calls;
         const uint8_t *next = packed + size, *end = next + size;
-        unpack_chunk(L, packed, tiles, c);
+        unpack_chunk(L, packed, tiles, &c->weights);
         packed = next;
         for (int r = 0; r < rows; r += 4, next += 64 * lines * tiles) {
             const int8_t *x = fl_codes(a, row0 + r) + k0;
             const fl_group *record = fl_groups(a, row0 + r) + k0 / a->kind;
             const int n = next < end ? lines : 0;
-            if (rows - r >= 4) multiply_chunk(L, 4, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+            if (rows - r >= 4) multiply_chunk(L, 4, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
             else if (rows - r == 3)
-                multiply_chunk(L, 3, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+                multiply_chunk(L, 3, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
             else if (rows - r == 2)
-                multiply_chunk(L, 2, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+                multiply_chunk(L, 2, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
             else
-                multiply_chunk(L, 1, tiles, c, x, ldx, record, ldr, acc + r, next, n);
+                multiply_chunk(L, 1, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
         }
     }
 }
