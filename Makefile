@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install run chat test lint conformance docs bench wheel clean
+.PHONY: install run chat test lint conformance docs bench web wheel clean
 
 install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
 
@@ -16,7 +16,7 @@ run: install ## answer PROMPT with the default model, which is fetched on the fi
 chat: install ## chat with the default model
 	@$(BIN)/fastllm run -i
 
-test: $(VENV)/.installed-test ## the whole suite; K=EXPRESSION runs a part of it
+test: $(VENV)/.installed-test build/web/.installed ## the whole suite; K=EXPRESSION runs a part of it
 	$(BIN)/python -m pytest $(if $(K),-k "$(K)",)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, cython-lint, clang-format; warnings are errors
@@ -31,6 +31,9 @@ docs: install ## write the generated parts of the documents
 
 bench: install ## the default model beside the limits of this machine; `python -m benchmarks --help` for the rest
 	$(BIN)/fastllm bench $(MODEL)
+
+web: build/web/.installed ## bundle interface/web/src into interface/web/static, which is committed; needs Node 18 or newer
+	node interface/web/build.mjs
 
 wheel: ## build dist/*.whl
 	$(PYTHON) -m venv build/wheel-env && build/wheel-env/bin/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
@@ -52,6 +55,12 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py $(NATIVE)
 	$(PIP) install -q "setuptools>=77" "Cython>=3.1" "numpy>=2.0"
 	$(PIP) install -q --no-build-isolation -e .
 	@touch $@
+
+# The page's libraries. Tests do without, where there is no Node: then they say that they have not compared the bundle.
+build/web/.installed: interface/web/package-lock.json
+	@command -v npm >/dev/null || echo "fastllm: no npm here, so the web page is not built (Debian: apt-get install npm)"
+	@! command -v npm >/dev/null || { mkdir -p build/web && cp interface/web/package.json interface/web/package-lock.json interface/web/.npmrc build/web && \
+		cd build/web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && touch .installed; }
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python scripts/extras.py test | $(PIP) install -q -r /dev/stdin

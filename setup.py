@@ -118,7 +118,7 @@ setup(
     include_package_data=False,  # the source distribution holds more than the wheel
     package_data={
         "": ["py.typed", "*.pxd", "*.pyi", "*.json", "*.toml"],  # of every package; setuptools knows no "*" here
-        "fastllm": ["scaffold/templates/*/*.in"],
+        "fastllm": ["scaffold/templates/*/*.in", "web/static/*"],
         "fastllm.backends.gpu": ["kernels/*.fl", "kernels/*.h"],
         "fastllm.conformance": ["calibration/*.json"],
     },

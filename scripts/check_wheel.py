@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"interface": "fastllm", **{room: f"fastllm/{room}" for room in ("core", "models", "formats", "text", "backends", "conformance")}}
 NATIVE = {"fastllm/core/_kernels", "fastllm/backends/cpu_avx/_native"}
+PAGE = ROOT / "interface" / "web"  # of the web page only what is built
 SHIPPED = (".py", ".in", ".pyi", ".typed", ".json", ".toml", ".fl")
 
 
@@ -17,7 +18,11 @@ def expected() -> set[str]:
     names = {"fastllm/plugins.toml"}
     for folder, package in ROOMS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in SHIPPED or path.match("gpu/kernels/*.h") or path.name == "py.typed":
+            if path.is_relative_to(PAGE):
+                shipped = path.parent == PAGE / "static"
+            else:
+                shipped = path.suffix in SHIPPED or path.match("gpu/kernels/*.h") or path.name == "py.typed"
+            if shipped:
                 names.add(f"{package}/{path.relative_to(ROOT / folder).as_posix()}")
     return names
 

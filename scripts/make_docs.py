@@ -137,10 +137,13 @@ def option_names() -> set[str]:
     return {o for _, c in commands() for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")} | {"--help", "-h", "--version"}
 
 
-def command_options(name: str) -> str:
-    """The table of one command's arguments and options."""
+def command_options(name: str, beside: str = "") -> str:
+    """The table of one command's arguments and options, without those that another one has, too."""
     rows = []
+    known = {p.name for p in dict(commands())[beside].params} if beside else set()
     for parameter in dict(commands())[name].params:
+        if parameter.name in known:
+            continue
         if isinstance(parameter, click.Option):
             names = ", ".join(sorted((*parameter.opts, *parameter.secondary_opts), key=len))
             rows.append((f"`{names}{_metavar(parameter)}`", parameter.help or ""))
@@ -214,8 +217,10 @@ def errors() -> str:
 def routes() -> str:
     """The server's routes."""
     from fastllm.server.app import ROUTES
+    from fastllm.server.page import FILES
 
-    return table(("route", "does"), [(f"`{method} {path.replace(':path', '')}`", text) for method, path, text, _ in ROUTES])
+    rows = [(f"`{method} {path.replace(':path', '')}`", text) for method, path, text, _ in ROUTES]
+    return table(("route", "does"), rows + [(f"`GET {path}`", text) for path, (_, _, text) in FILES.items()])
 
 
 # Python -----------------------------------------------------------------------------------------------------------------
@@ -442,6 +447,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds")},
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
+    "options.webui": partial(command_options, "webui", beside="server"),
 }
 """Name of a part -> the function that makes it."""
 

@@ -15,6 +15,7 @@ __all__ = ["ALIASES", "COMMANDS", "cli"]
 COMMANDS = {
     "run": ("fastllm.cli.run", "Answer a prompt, or chat, with a model."),
     "server": ("fastllm.cli.server", "Serve a model to clients of the OpenAI and Anthropic interfaces."),
+    "webui": ("fastllm.cli.webui", "Chat with a model in the browser."),
     "bench": ("fastllm.cli.bench", "Measure how fast a model runs here, or a server answers."),
     "convert": ("fastllm.cli.convert", "Write a model as one FLM file, quantised and packed."),
     "verify": ("fastllm.cli.verify", "Check every byte of a model file that can be checked."),

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..server.settings import ServerSettings
 
-__all__ = ["server_command"]
+__all__ = ["SERVER_SETTINGS", "run_server", "server_command", "server_options"]
 
+SERVER_SETTINGS: Final = {"auto_envvar_prefix": "FASTLLM"}
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
 
 
@@ -44,7 +45,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None)
     return value
 
 
-def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What only a server takes, in the order of the help."""
     options = (
         click.option("--host", "hosts", multiple=True, default=("127.0.0.1",), envvar="FASTLLM_HOST", help="Address or name to listen on; may be repeated.  [default: 127.0.0.1]"),
@@ -73,6 +74,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),
         click.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
         click.option("--no-metrics", is_flag=True, help="Switch /metrics off."),
+        click.option("--no-web", is_flag=True, help="Switch the web page off."),
         click.option("--metrics-aliases", type=click.Choice(["vllm"]), help="Metrics under these names, too."),
         click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on stderr.  [default: text]"),
         click.option("--dev", "--dev-mode", is_flag=True, help="Routes that list and cancel running requests."),
@@ -83,9 +85,9 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command("server", context_settings={"auto_envvar_prefix": "FASTLLM"})
+@click.command("server", context_settings=SERVER_SETTINGS)
 @click.argument("model", required=False)
-@_server_options
+@server_options
 @sampling_options(without=("max_tokens", "seed", "ignore_eos"))
 @model_options
 def server_command(model: str | None, **values: Any) -> int:
@@ -98,6 +100,11 @@ def server_command(model: str | None, **values: Any) -> int:
     fastllm server ./model.gguf --port 8080
     fastllm server smollm2 --host 0.0.0.0 --api-key-file keys.txt
     """
+    return run_server(model, values)
+
+
+def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequence[str]], None] = lambda addresses: None) -> int:
+    """Serves until a signal; returns the exit code. opened: called with the addresses when the model is ready."""
     from .run import use_threads
 
     use_threads(values["threads"])
@@ -128,6 +135,7 @@ def server_command(model: str | None, **values: Any) -> int:
                 if not values["quiet"]:
                     loaded = runtime.model
                     say(f"fastllm: {settings.name} is ready: context {loaded.context:,} tokens, {loaded.backend}, {loaded.threads} threads")
+                opened(addresses)
 
             load = lambda: load_model(path, options)  # noqa: E731
             defaults = _defaults(values)
@@ -186,6 +194,7 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         strict=values["strict"],
         strict_model=values["strict_model"],
         metrics=not values["no_metrics"],
+        web=not values["no_web"],
         metrics_aliases=values["metrics_aliases"] == "vllm",
         json_log=values["log_format"] == "json",
         dev=values["dev"],

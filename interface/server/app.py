@@ -25,7 +25,7 @@ from ..core.errors import (
     UnsupportedContent,
     UnsupportedMedia,
 )
-from . import info
+from . import info, page
 from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
@@ -333,5 +333,6 @@ def make_app(runtime: Runtime) -> Gate:
     }
     for method, path, summary, extra in ROUTES:
         app.add_api_route(path, handlers[path], methods=[method], summary=summary, response_model=None, openapi_extra=extra)
+    page.register(app, settings)
     routes = [(r.path_regex, frozenset(r.methods or ()), r.path) for r in app.routes]  # type: ignore[attr-defined]
     return Gate(app, runtime, routes)

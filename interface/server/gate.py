@@ -26,6 +26,7 @@ from ..core.errors import (
     Unavailable,
 )
 from .answers import error_body, error_headers, is_fault
+from .page import PATHS as PAGE
 from .sse import Receive, Scope, Send, encode
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_CONNECTIONS", "PUBLIC", "Gate", "Visit", "send_error", "send_json"]
 
-PUBLIC: Final = frozenset({"/live", "/health", "/ready"})
+PUBLIC: Final = frozenset({"/live", "/health", "/ready"}) | PAGE
 MAX_CONNECTIONS: Final = 1024
 ALIASES: Final = {"/response": "/v1/responses"}  # without /v1 -> the route
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")

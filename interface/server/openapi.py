@@ -8,6 +8,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from .page import PATHS as PAGE
 from .schemas import BODIES
 
 __all__ = ["describe"]
@@ -55,7 +56,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         body = extra.get("body")
         operation: dict[str, Any] = {
             "summary": route.summary,  # type: ignore[attr-defined]
-            "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace("-", "_").replace(".", "_"),
+            "operationId": (path.strip("/") or "page").replace("/", "_").replace("{", "").replace("}", "").replace("-", "_").replace(".", "_"),
             "responses": {"200": _answer(extra)} | {s: _error(text) for s, text in _STATUSES.items() if body or s in _of_get(path)},
         }
         if body:
@@ -78,7 +79,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _of_get(path: str) -> tuple[str, ...]:
-    return ("401", "403", "503") + (("404",) if "{" in path or path == "/v1/requests" else ()) + (("501",) if path == "/metrics" else ())
+    return ("401", "403", "503") + (("404",) if "{" in path or path == "/v1/requests" else ()) + (("501",) if path == "/metrics" or path in PAGE else ())
 
 
 def _answer(extra: dict[str, Any]) -> dict[str, Any]:

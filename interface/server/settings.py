@@ -20,8 +20,8 @@ class ServerSettings:
     names: the model's names, the first is answered. keys: accepted API keys; empty: none is asked for. hosts: accepted `Host` names
     besides the local ones; origins: of web pages that may call. local: bound to loopback only, so `Host` must be local. max_tokens:
     new tokens of a request that does not say. max_body: bytes. drain_s: seconds that running requests get at the end. queue_timeout_s:
-    seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. embedding: how
-    texts are pooled to vectors; None: the server generates.
+    seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. web: the
+    page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -44,6 +44,7 @@ class ServerSettings:
     metrics_aliases: bool = False
     json_log: bool = False
     dev: bool = False
+    web: bool = True
     preparers: int = 2
     embedding: str | None = None
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 KEYS = ("correct-horse-1", "battery-staple-2")
-PUBLIC = ("/live", "/health", "/ready")
+PUBLIC = ("/live", "/health", "/ready", "/", "/assets/app.js", "/assets/app.css", "/assets/icon.svg")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_route_but_the_public_ones_wants_a_key(guarded):
     paths = [p.replace("{model_id}", "tiny").replace("{response_id}", "x") for p in document["paths"]]
     assert len(paths) > 15
     for path in paths:
-        for spelling in (path, path + "/", path.removeprefix("/v1"), "/v1" + path if not path.startswith("/v1") else path):
+        for spelling in (path, path + "/", path.removeprefix("/v1"), "/v1" + path if not path.startswith("/v1") and path != "/" else path):
             for method in ("GET", "POST"):
                 wanted = path not in PUBLIC
                 assert (status(guarded, path=spelling, method=method).status_code == 401) == wanted, spelling
