@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +37,7 @@ class Fake:
         self.template = ""
         self.gone = threading.Event()  # a client has closed its stream
         self.page = Page()
+        self.connections: set[socket.socket] = set()
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
         self.start()
@@ -52,16 +55,28 @@ class Fake:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:
-        """Nobody listens any more."""
+        """Nobody listens any more, and what was open is cut."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+            for connection in tuple(self.connections):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            fake.connections.add(self.connection)
+
+        def finish(self) -> None:
+            fake.connections.discard(self.connection)
+            with contextlib.suppress(OSError):
+                super().finish()
 
         def log_message(self, *args: Any) -> None:
             """Silent."""
