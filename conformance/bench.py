@@ -15,13 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from fastllm.api import CATALOGUE, OPSET, Backend, Buffer, HostTensor, KVSpec, No, OpQuery, PackedLayout, Stream, Tensor, Yes
+from fastllm.api import (
+    CATALOGUE,
+    FORMATS,
+    OPSET,
+    Backend,
+    Buffer,
+    HostTensor,
+    KVSpec,
+    No,
+    OpQuery,
+    PackedLayout,
+    SlotSpec,
+    Stream,
+    Tensor,
+    Yes,
+    plain_bytes,
+)
 
 from . import blocks
 from .bounds import Numerics
 from .case import Failure, NotApplicable
 
-__all__ = ["Bench", "Cache", "In", "Operand", "Ran", "Weight", "query_for"]
+__all__ = ["Bench", "Cache", "In", "Operand", "Ran", "State", "Weight", "query_for"]
 
 NUMPY: dict[str, Any] = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i8": np.int8, "f16": np.float16, "bf16": np.uint16}
 NARROW = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "mxfp4": ("bf16", "f32")}
@@ -42,7 +58,8 @@ class In:
 
 @dataclass
 class Weight:
-    """A weight as a file has it: shape, format, bytes u8. kept: the form it must have on the device ("" : as the planner would)."""
+    """A weight as a file has it: shape [N, K], or a stack [E, N, K]; format, bytes u8. kept: the form it must have on the device ("" :
+    as the planner would)."""
 
     shape: tuple[int, ...]
     format: str
@@ -65,7 +82,17 @@ class Cache:
     region: _Region | None = None
 
 
-Operand = In | Weight | Cache | None
+@dataclass
+class State:
+    """State of fixed size in slots, on the device over several ops; made by `Bench.state`."""
+
+    spec: SlotSpec
+    slots: int
+    tensor: Tensor | None = None
+    region: _Region | None = None
+
+
+Operand = In | Weight | Cache | State | None
 
 
 @dataclass
@@ -143,11 +170,23 @@ class Bench:
         )
         return Cache(spec, block_size, num_blocks, tensor, region)
 
+    def state(self, spec: SlotSpec, slots: int) -> State:
+        """Slots full of 0xFF: whoever does not begin with zeros meets NaN. The caller closes `region.buffer`."""
+        nbytes = plain_bytes(spec.shape, spec.dtype)
+        region = self.region(np.full(nbytes * slots, POISON, np.uint8), "state")
+        tensor = Tensor(region.buffer, region.base, (), "slot", spec=spec, num_blocks=slots, block_bytes=nbytes)
+        return State(spec, slots, tensor, region)
+
     # asking ---------------------------------------------------------------------------------------------------------
 
     def layout(self, weight: Weight, op: str) -> PackedLayout | None:
-        """The packed form that the backend wants for a weight of one op."""
-        return self.backend.pack_layout(weight.shape, weight.format, frozenset({op}))
+        """The packed form that the backend wants for a weight of one op; of a stack: that of each of its matrices, in its own format or
+        else the plain one that holds it."""
+        forms = [weight.format]
+        if len(weight.shape) > 2:
+            forms.append(FORMATS[weight.format].lossless)
+        layouts = (self.backend.pack_layout(weight.shape[-2:], form, frozenset({op})) for form in forms)
+        return next((layout for layout in layouts if layout is not None), None)
 
     def ask(self, op: str, inputs: Sequence[Operand], attrs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Yes | No, list[str]]:
         """The backend's answer as the planner would ask, and the form in which each operand is kept."""
@@ -156,8 +195,8 @@ class Bench:
         for index, weight in enumerate(inputs):
             if not isinstance(weight, Weight):
                 continue
-            packed = not weight.kept and self.layout(weight, op) is not None
-            forms = [weight.format] if packed else [weight.kept] if weight.kept else [*NARROW.get(weight.format, ()), "f32"]
+            layout = None if weight.kept else self.layout(weight, op)
+            forms = [layout.format] if layout is not None else [weight.kept] if weight.kept else [*NARROW.get(weight.format, ()), "f32"]
             for form in forms:
                 kept[index] = form
                 answer = self.backend.supports(query_for(op, inputs, kept, attrs, sizes))
@@ -235,11 +274,13 @@ class Bench:
     def _place(self, stack: ExitStack, regions: list[Any], name: str, operand: Operand, form: str, op: str) -> Tensor | None:
         if operand is None:
             return None
-        if isinstance(operand, Cache):
+        if isinstance(operand, Cache | State):
             assert operand.tensor is not None
             return operand.tensor
         if isinstance(operand, Weight):
             layout = self.layout(operand, op) if not operand.kept else None
+            if layout is not None and len(operand.shape) > 2:
+                return self._stack(stack, regions, name, operand, layout, op)
             if layout is None:
                 values = operand.data if form == operand.format else blocks.encode_plain(form, operand.decode().astype(np.float32))
                 region = self._keep(stack, values, "weights")
@@ -267,6 +308,19 @@ class Bench:
             strides = (row, *inner)
         return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, strides)
 
+    def _stack(self, stack: ExitStack, regions: list[Any], name: str, weight: Weight, layout: PackedLayout, op: str) -> Tensor:
+        """A stack, packed matrix by matrix, each at the backend's alignment (as the loader does it)."""
+        align, count = self.backend.limits.alignment, weight.shape[0]
+        step = -(-layout.nbytes // align) * align
+        region = self._keep(stack, np.zeros(count * step, np.uint8), "weights")
+        whole = weight.data if layout.format == weight.format else blocks.encode_plain(layout.format, weight.decode().astype(np.float32))
+        for index, data in enumerate(np.ascontiguousarray(whole).reshape(count, -1)):
+            host = HostTensor(f"{name}.{index}", weight.shape[1:], layout.format, np.ascontiguousarray(data))
+            self.backend.pack_weight(host, layout, region.buffer, region.base + index * step)
+        region.before[region.base : region.base + region.nbytes] = self.check_zones(region, f"'{name}' (packing)", op)
+        regions.append((region, f"'{name}'", False))
+        return Tensor(region.buffer, region.base, weight.shape, layout.format, packed=layout)
+
     @contextmanager
     def watch(self) -> Iterator[dict[str, int]]:
         """Counts allocations and downloads while an op runs."""
@@ -293,6 +347,8 @@ class Bench:
 def _dtype(operand: Operand) -> str:
     if operand is None:
         return ""
+    if isinstance(operand, State):
+        return "slot"
     return "kv" if isinstance(operand, Cache) else operand.format if isinstance(operand, Weight) else operand.dtype
 
 
@@ -303,12 +359,13 @@ def query_for(op: str, inputs: Sequence[Operand], kept: Sequence[str], attrs: Ma
     shapes: list[tuple[int | str, ...] | None] = []
     specs: list[Any] = []
     for operand in inputs:
-        specs.append(operand.spec if isinstance(operand, Cache) else None)
+        specs.append(operand.spec if isinstance(operand, Cache | State) else None)
         if operand is None:
             shapes.append(None)
-        elif isinstance(operand, Cache):
+        elif isinstance(operand, Cache | State):
             shapes.append(())
-            dims["block_size"] = (operand.block_size, operand.block_size)
+            if isinstance(operand, Cache):
+                dims["block_size"] = (operand.block_size, operand.block_size)
         elif isinstance(operand, Weight):
             shapes.append(operand.shape)
         else:

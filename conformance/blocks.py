@@ -12,15 +12,20 @@ import numpy as np
 
 from .numbers import Numbers
 
-__all__ = ["BLOCK_BYTES", "PLAIN_BYTES", "decode", "encode_plain", "random_blocks"]
+__all__ = ["BLOCK_BYTES", "OWN", "PLAIN_BYTES", "ZERO_POINT", "decode", "encode_plain", "random_blocks"]
 
 Array = np.ndarray
 PLAIN_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 BLOCK_BYTES = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34), "q2_k": (256, 84), "q3_k": (256, 110),
     "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210), "iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17),
+    "int4g32": (32, 19), "int4g64": (64, 35), "int4g128": (128, 67), "int4g256": (256, 131), "int4g64s": (64, 34), "int4g128s": (128, 66),
+    "int4g256s": (256, 130), "int8g64": (64, 66), "int8g128": (128, 130),
 }  # fmt: skip
 """format -> (values of a block, bytes of a block)."""
+OWN = tuple(name for name in BLOCK_BYTES if name.startswith("int"))
+"""Our own group formats: int4gN w = s · (q − z), int4gNs w = s · (q − 8), int8gN w = s · q, with s f16 at byte 0 and z at byte 2."""
+ZERO_POINT = tuple(name for name in OWN if name.startswith("int4") and not name.endswith("s"))
 _SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float64)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
@@ -33,6 +38,8 @@ def random_blocks(numbers: Numbers, format: str, count: int) -> Array:
     for at in _SCALES.get(format, (0,)):
         scale = (0.01 + 0.02 * np.abs(numbers.normal(len(blocks)))) * np.where(numbers.uniform(len(blocks)) < 0.5, -1, 1)
         blocks[:, at : at + 2] = scale.astype("<f2").view(np.uint8).reshape(-1, 2)
+    if format in ZERO_POINT:  # one in eight is any byte
+        blocks[:, 2] = np.where(numbers.uniform(len(blocks)) < 0.125, blocks[:, 2], blocks[:, 2] & 15)
     if format == "mxfp4":
         blocks[:, 0] = 118 + numbers.integers(len(blocks), 0, 9)
     return blocks.reshape(-1)
@@ -146,7 +153,21 @@ def _iq4_xs(b: Array) -> Array:
     return out
 
 
+def _own(format: str) -> Callable[[Array], Array]:
+    """Each 32 codes of 4 bits take 16 bytes, as in q4_0."""
+
+    def decoded(b: Array) -> Array:
+        if format.startswith("int8"):
+            return _half(b, 0) * np.ascontiguousarray(b[:, 2:]).view(np.int8).astype(np.float64)
+        head = 3 if format in ZERO_POINT else 2
+        codes = np.concatenate([_nibbles(b[:, at : at + 16]) for at in range(head, b.shape[1], 16)], axis=1)
+        return _half(b, 0) * (codes - (b[:, 2:3].astype(np.int64) if head == 3 else 8))
+
+    return decoded
+
+
 _DECODERS: dict[str, Callable[[Array], Array]] = {
+    **{name: _own(name) for name in OWN},
     "q4_0": lambda b: _half(b, 0) * (_nibbles(b[:, 2:18]) - 8),
     "q4_1": lambda b: _half(b, 0) * _nibbles(b[:, 4:20]) + _half(b, 2),
     "q5_0": lambda b: _half(b, 0) * ((_nibbles(b[:, 6:22]) | _bits(b[:, 2:6]) << 4) - 16),

@@ -3,7 +3,7 @@
 Declared rounding of *operands* (`act`, `weight`) is applied by the oracle, not added to the bound, so that coarse kernels are judged
 sharply. u: unit roundoff of a type; K: terms of a sum that are not zero. L = 4 covers any sensible order of a sum (lanes, pairs,
 blocks; measured on honest kernels: at most 1.1 needed), and refuses one f32 accumulator over thousands of terms. `calibration/`
-has the margins of honest kernels. Imports only numpy and the oracle.
+has the margins of honest kernels. Imports only numpy and the oracles.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import oracle
+from . import oracle_extended as extended
 
-__all__ = ["TINY", "Expected", "L", "Numerics", "U", "round_to"]
+__all__ = ["TINY", "Expected", "L", "Numerics", "U", "cached", "round_to"]
 
 Array = np.ndarray
 L = 4.0
@@ -55,20 +56,36 @@ def round_to(x: Array, kind: str | None) -> Array:
             bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
             kept = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16) << np.uint64(16)
             return kept.astype(np.uint32).view(np.float32).astype(np.float64)
-    raise ValueError(f"'{kind}' is not a declared rounding that the suite knows: f32, f16, bf16, q8_gN")
+    raise ValueError(f"'{kind}' is not a declared rounding that the suite knows: f32, f16, bf16, q8_gN of activations, int8 or int8_gN of a cache")
 
 
-def round_activations(x: Array, kind: str | None) -> tuple[Array, Array]:
-    """(x after the declared rounding, how far a code at the edge of two may move it): both f64 of x's shape [n, K]."""
+def round_activations(x: Array, kind: str | None, moved: Array | None = None) -> tuple[Array, Array]:
+    """(x after the declared rounding, how far it may be from that): both f64 of x's shape [n, K]. A code at the edge of two may be
+    either. moved: how far x itself may be off [n, K], where it is a result of the same op."""
     x = np.asarray(x, np.float64)
     if kind is None or not kind.startswith("q8_g"):
-        return round_to(x, kind), np.zeros_like(x)
+        return round_to(x, kind), np.zeros_like(x) if moved is None else moved + (0.0 if kind in (None, "f32") else 2 * U[kind] * np.abs(x))
     group = int(kind[4:])
     codes, scale = oracle.quantize(x, group)
     step = np.repeat(scale, group, axis=1)
     rounded = np.rint(codes)
+    near, more = 4 * U["f32"] * np.maximum(np.abs(codes), 1), np.zeros_like(x)
+    if moved is not None:
+        most = np.repeat(moved.reshape(len(x), -1, group).max(-1), group, axis=1) / np.where(step > 0, step, 1.0)  # in steps
+        near, more = near + most * (1 + np.abs(codes) / 127), np.abs(rounded) / 127 * most * step
+    edge = np.abs(np.abs(codes - np.floor(codes)) - 0.5) <= near
+    return rounded * step, np.where(edge, step, 0.0) + more
+
+
+def cached(x: Array, kind: str | None) -> tuple[Array, Array]:
+    """(keys or values as a cache gives them back, how far they may be from that): [..., D]. kind: as a Yes declares it: None, f16, bf16,
+    int8 (one scale for each vector) or int8_gN (one for N elements)."""
+    if kind is None or not kind.startswith("int8"):
+        return round_to(x, kind), np.zeros(np.shape(x))
+    codes, step = extended.int8_vectors(x, int(kind.removeprefix("int8").removeprefix("_g") or 0))
+    rounded = np.rint(codes) * step
     edge = np.abs(np.abs(codes - np.floor(codes)) - 0.5) <= 4 * U["f32"] * np.maximum(np.abs(codes), 1)
-    return rounded * step, np.where(edge, step, 0.0)
+    return rounded, np.where(edge, step, 0.0) + 2 * U["f32"] * np.abs(rounded) + TINY
 
 
 def _matrix(x: Array, w: Array) -> tuple[Array, Array, Array]:
@@ -76,9 +93,12 @@ def _matrix(x: Array, w: Array) -> tuple[Array, Array, Array]:
     return x @ w.T, np.abs(x) @ np.abs(w).T, (x != 0).astype(np.float64) @ (w != 0).astype(np.float64).T
 
 
-def linear(x: Array, w: Array, bias: Array | None, numerics: Numerics, minimum: Array | None = None) -> Expected:
-    """x [n, K], w [N, K]. minimum: |offset| that a format adds to every code of w [N, K], whose sum kernels keep apart."""
-    x, slack = round_activations(x, numerics.act)
+def linear(
+    x: Array, w: Array, bias: Array | None, numerics: Numerics, minimum: Array | None = None, moved: Array | None = None
+) -> Expected:
+    """x [n, K], w [N, K]. minimum: |offset| that a format adds to every code of w [N, K], whose sum kernels keep apart. moved: how far x
+    itself may be off [n, K]."""
+    x, slack = round_activations(x, numerics.act, moved)
     w = round_to(w, numerics.weight)
     y, size, terms = _matrix(x, w)
     if minimum is not None:
@@ -193,7 +213,8 @@ def binary(op: str, x: Array, y: Array) -> Expected:
 def copies(values: Array, ulps: float = 0.0) -> Expected:
     """Values that are only moved (bitwise), or decoded from blocks (one unit in the last place)."""
     y = np.asarray(values, np.float64)
-    return Expected(y, ulps * 2 * U["f32"] * np.abs(y) + (TINY if ulps else 0.0), exact=ulps == 0)
+    bound = np.full(y.shape, TINY) + ulps * 2 * U["f32"] * np.abs(y) if ulps else np.zeros(y.shape)
+    return Expected(y, bound, exact=ulps == 0)
 
 
 @dataclass(frozen=True)
@@ -209,12 +230,14 @@ class Sequence:
 
 def attention(
     sequence: Sequence, numerics: Numerics, *, scale: float, mask: str = "causal", chunk: int = 0, window: int = 0, softcap: float = 0.0,
-    sinks: Array | None = None, slopes: Array | None = None, **_: object,
+    sinks: Array | None = None, slopes: Array | None = None, value_dim: int = 0, **_: object,
 ) -> Expected:  # fmt: skip
     """Bound of a row: errors of the scores weighted by the softmax, plus the sum over the values."""
     u, acc = U["f32"], U[numerics.acc]
     q = sequence.query.astype(np.float64)
-    keys, values = round_to(sequence.keys, numerics.weight), round_to(sequence.values, numerics.weight)
+    (keys, key_slack), (values, value_slack) = cached(sequence.keys, numerics.weight), cached(sequence.values, numerics.weight)
+    if value_dim:  # values are the first elements of keys, as these are stored
+        values, value_slack = keys[..., :value_dim], key_slack[..., :value_dim]
     heads, group, d = q.shape[1], q.shape[1] // max(keys.shape[1], 1), q.shape[2]
     y, bound = np.zeros((*q.shape[:2], values.shape[2])), np.full((*q.shape[:2], values.shape[2]), TINY)
     for t, position in enumerate(sequence.positions.tolist()):
@@ -227,8 +250,9 @@ def attention(
             sink, slope = (None if a is None else float(a[h]) for a in (sinks, slopes))
             y[t, h], s = oracle.attention_row(q[t, h], k, v, position, seen, scale=scale, softcap=softcap, sink=sink, slope=slope)
             size = np.abs(k[seen]) @ np.abs(q[t, h])
+            stored = key_slack[seen, h // group] @ np.abs(q[t, h])
             top = s.max() if sink is None else max(s.max(), sink)
-            r = L * math.sqrt(d) * acc * abs(scale) * size + 2 * u * np.abs(s) + u * (2 * np.abs(s - top) + 4)
+            r = abs(scale) * (L * math.sqrt(d) * acc * size + stored) + 2 * u * np.abs(s) + u * (2 * np.abs(s - top) + 4)
             if softcap:
                 r = r + 8 * u * np.abs(s)
             if slope is not None:
@@ -238,7 +262,7 @@ def attention(
             p, rest = p / total, 0.0 if sink is None else math.exp(sink - top) / total * u * (2 * abs(sink - top) + 4)
             a = np.abs(v[seen])
             shared = (p * r).sum() + rest
-            b = (p * (r + shared)) @ a + L * math.sqrt(len(s)) * acc * (p @ a) + u * np.abs(y[t, h]) + TINY
+            b = (p * (r + shared)) @ a + p @ value_slack[seen, h // group] + L * math.sqrt(len(s)) * acc * (p @ a) + u * np.abs(y[t, h]) + TINY
             if numerics.prob is not None:
                 b = b + 4 * U[numerics.prob] * np.sqrt(((p[:, None] * a) ** 2).sum(0))
                 if numerics.prob == "f16":

@@ -13,7 +13,8 @@ import numpy as np
 
 from fastllm.api import Graph, Node
 
-from . import bounds, oracle
+from . import bounds, bounds_extended, oracle
+from . import oracle_extended as extended
 from .bounds import Expected, Numerics
 from .numbers import Numbers
 
@@ -109,33 +110,18 @@ class _Run:
         return known[node.op]()
 
     def _moe(self, node: Node) -> Expected:
-        """Σ_j weights[t, j] · down_e · act(gate_e x, up_e x), expert by expert."""
-        x, ids, weights, gate, up, down = (None if n is None else self.value(n) for n in node.inputs[:6])
-        biases = [None if n is None else self.value(n) for n in node.inputs[6:9]]
-        numerics = self.numerics(node)
-        y, bound = np.zeros(x.shape), np.zeros(x.shape)  # type: ignore[union-attr]
-        for e in range(len(gate)):  # type: ignore[arg-type]
-            rows, place = np.nonzero(np.equal(ids, e))  # type: ignore[arg-type]
-            if not len(rows):
-                continue
-            b = [None if v is None else v[e] for v in biases]
-            g = bounds.linear(x[rows], gate[e], b[0], numerics)  # type: ignore[index]
-            u = None if up is None else bounds.linear(x[rows], up[e], b[1], numerics)  # type: ignore[index]
-            act = bounds.act_mul(g.y, None if u is None else u.y, node.attrs["kind"])
-            d = bounds.linear(act.y, down[e], b[2], numerics)  # type: ignore[index]
-            size = np.abs(down[e])  # type: ignore[index]
-            spread = (act.bound + 1.2 * g.bound * (1 if u is None else np.abs(u.y)) + (0 if u is None else u.bound * np.abs(g.y))) @ size.T
-            w = weights[rows, place][:, None]  # type: ignore[index]
-            y[rows] += w * d.y
-            bound[rows] += w * (d.bound + spread) + 4 * bounds.U["f32"] * np.abs(w * d.y)
-        return Expected(y, bound)
+        x, ids, weights, gate, up, down, *biases = (None if n is None else self.value(n) for n in node.inputs)
+        biases += [None] * (3 - len(biases))
+        assert x is not None
+        assert ids is not None
+        assert weights is not None
+        return bounds_extended.moe(x, ids, weights, (gate, up, down), biases, node.attrs["kind"], self.numerics(node))
 
 
 def _route(logits: Array, bias: Array | None, a: Mapping[str, Any]) -> tuple[Array, Array]:
     """Experts of each row and their weights: scores, groups, the k largest, ties to the lower id."""
     x = np.asarray(logits, np.float64)
-    score = {"softmax": oracle.softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "softmax_of_chosen": lambda z: z}[a["score"]](x)
-    chosen = score if bias is None else score + bias
+    _, chosen = extended.route_scores(x, bias, a["score"])
     if a["groups"] > 1:
         parts = chosen.reshape(len(x), a["groups"], -1)
         rank = np.sort(parts, -1)[..., -2:].sum(-1) if a["group_score"] == "top2sum" else parts.max(-1)
@@ -144,9 +130,4 @@ def _route(logits: Array, bias: Array | None, a: Mapping[str, Any]) -> tuple[Arr
         np.put_along_axis(mask, kept, True, axis=1)
         chosen = np.where(np.repeat(mask, parts.shape[2], axis=1), chosen, -np.inf)
     ids = np.argsort(-chosen, axis=-1, kind="stable")[:, : a["k"]]
-    weights = np.take_along_axis(score, ids, axis=1)
-    if a["score"] == "softmax_of_chosen":
-        weights = oracle.softmax(weights)
-    if a["renorm"]:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return ids, weights * a["scale"]
+    return ids, bounds_extended.route_weights(x, bias, ids, a).y

@@ -44,9 +44,9 @@ def judge(found: np.ndarray, expected: Expected) -> Verdict:
         return Verdict(np.inf, np.inf, at, f"NaN or infinity in the wrong place: {where}", rule)
     plain = ~wanted_nan & ~wanted_inf
     if expected.exact:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             wanted = y.astype(np.float32).astype(np.float64)
-        error = np.where(plain, np.abs(x - wanted), 0.0)
+            error = np.where(plain, np.abs(x - wanted), 0.0)
         margin = np.where(error > bound, np.inf, 0.0)
     else:
         error = np.where(plain, np.abs(x - np.where(plain, y, 0.0)), 0.0)

@@ -23,7 +23,7 @@ from .case import LEVELS, Case, CaseResult
 
 __all__ = ["DEVICE_OPS", "NEVER_EXPECTED", "SUITE_VERSION", "Standing", "native_ops", "select", "standing"]
 
-SUITE_VERSION = 1
+SUITE_VERSION = 2
 """Raised when a change of cases or bounds may change who passes."""
 NEVER_EXPECTED = ("bound", "exact", "guard", "d2")
 DEVICE_OPS = tuple(op for op in CORE_OPS if op != "sample")

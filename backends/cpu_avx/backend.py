@@ -218,7 +218,7 @@ class CpuBackend(Backend):
                 return No(f"'{q.op}': {key}={value!r} is not known")
         if q.op not in NATIVE_OPS:
             return No("sampled on the host" if q.op == "sample" else f"cpu_avx has no kernel for '{q.op}'")
-        reason = self._refuse_dtypes(q) or _refuse_shapes(q)
+        reason = self._refuse_dtypes(q) or _refuse_shapes(q) or _refuse_caches(q)
         return No(reason) if reason else self._answer(q)
 
     def _refuse_dtypes(self, q: OpQuery) -> str:
@@ -423,6 +423,12 @@ def _refuse_shapes(q: OpQuery) -> str:
         if width > MAX_HEAD:
             return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
     return ""
+
+
+def _refuse_caches(q: OpQuery) -> str:
+    """Why a cache cannot be kept as the graph says; "" if it can."""
+    unknown = [s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype and s.dtype not in CACHE_TYPES]
+    return f"keys and values as {unknown[0]}; they are kept as {', '.join(CACHE_TYPES)}" if unknown else ""
 
 
 def _choose(asked: str) -> str:

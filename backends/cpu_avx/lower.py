@@ -667,12 +667,13 @@ class _Lowering:
         fields = [rows, experts, top_k, width, ACTS.index(attrs["kind"]), middle]
         for stack, bias in zip((gate, up, down), biases, strict=True):
             if stack is None:
-                fields += [0] * 6
+                fields += [0] * 7
                 continue
             number, _, k, address, stride = packed_stack(stack)
             kind = _native.prepare_kind(number, self.exact)
             acts = self.shared(("rows", kind, stack is down), _native.moe_prepared(kind, pairs, experts, k))
-            fields += [number, address, stride, 0 if bias is None else matrix(bias)[0], kind, acts]
+            rows_of = (0, 0) if bias is None else (matrix(bias)[0], matrix(bias)[3])  # one row for each expert
+            fields += [number, address, stride, *rows_of, kind, acts]
         table = self.allocate(8 * len(fields))
         _native.copy_in(table, struct.pack(f"={len(fields)}q", *fields))
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.moe_scratch(rows, top_k, experts))

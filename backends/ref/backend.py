@@ -104,7 +104,12 @@ class RefBackend(Backend):
         if q.op == "sample":
             return No("sampled on the host")
         bad = [d for d in q.dtypes if d not in (None, "f32", "i32", "i8", "kv", "slot")]
-        return No(f"numpy computes in f32, not {', '.join(map(str, bad))}") if bad else Yes(f"ref.{q.op}", angle="f64")
+        if bad:
+            return No(f"numpy computes in f32, not {', '.join(map(str, bad))}")
+        kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype != "f32"), None)
+        if kept is not None and kept not in self.kv_dtypes:
+            return No(f"keys and values as {kept}; they are kept as {', '.join(self.kv_dtypes)}")
+        return Yes(f"ref.{q.op}", weight=kept if q.op == "attention" else None, angle="f64")
 
     def ops(self) -> Mapping[str, OpFn]:
         """`ref.NAME` for every op without a decomposition but `sample`."""

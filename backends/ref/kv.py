@@ -47,7 +47,8 @@ def read(raw: np.ndarray, spec: KVSpec, block_size: int) -> tuple[np.ndarray, np
     """A block as f32: keys [K, block_size, Dk] and values [K, block_size, Dv]."""
     keys, values, key_scales, value_scales = _parts(raw, spec, block_size)
     if spec.dtype == "int8":
-        return keys.astype(F32) * key_scales[..., None], values.astype(F32) * value_scales[..., None]
+        scaled = values.astype(F32) * value_scales[..., None] if spec.value_dim else values.astype(F32)
+        return keys.astype(F32) * key_scales[..., None], scaled
     if spec.dtype == "bf16":
         return (keys.astype(np.uint32) << 16).view(F32), (values.astype(np.uint32) << 16).view(F32)
     return keys.astype(F32), values.astype(F32)

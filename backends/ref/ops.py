@@ -79,7 +79,7 @@ def route_topk(
     choice = s if bias is None else s + bias
     left_out = np.zeros(choice.shape, bool)
     if groups > 1:
-        parts = choice.reshape(len(choice), groups, -1)  # [T, groups, E / groups]
+        parts = choice.reshape(len(choice), groups, choice.shape[1] // groups)  # T may be 0
         best = np.sort(parts, axis=-1)[..., ::-1]
         worth = best[..., 0] if group_score == "max" else best[..., 0] + best[..., 1]
         dropped = np.argsort(-worth, axis=-1, kind="stable")[:, keep_groups:]  # [T, groups − keep_groups]

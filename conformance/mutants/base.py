@@ -90,7 +90,9 @@ class MutantBase(RefBackend):
 
 
 class PackedBase(MutantBase):
-    """Keeps q4_0, q4_1 and q8_0 weights in a layout of its own: decoded to f32. decode: how."""
+    """Keeps weights of some formats in a layout of its own: decoded to f32. decode: how."""
+
+    formats: tuple[str, ...] = ("q4_0", "q4_1", "q8_0")
 
     def __init__(self, breakers: Mapping[str, Breaker] | None = None, options: Mapping[str, str] | None = None,
                  decode: Callable[[HostTensor], Array] = HostTensor.decode):  # fmt: skip
@@ -101,13 +103,13 @@ class PackedBase(MutantBase):
     def supports(self, q: OpQuery) -> Yes | No:
         """Takes the packed formats where linear and embed take f32."""
         if q.op in ("linear", "embed"):
-            mine = tuple("f32" if d in ("q4_0", "q4_1", "q8_0") else d for d in q.dtypes)
+            mine = tuple("f32" if d in self.formats else d for d in q.dtypes)
             q = OpQuery(q.op, mine, q.shapes, q.dims, q.attrs, q.specs)
         return super().supports(q)
 
     def pack_layout(self, shape: Sequence[int], format: str, uses: frozenset[str]) -> PackedLayout | None:
         """Plain f32."""
-        if len(shape) != 2 or format not in ("q4_0", "q4_1", "q8_0") or int(shape[1]) % FORMATS[format].block:
+        if len(shape) != 2 or format not in self.formats or int(shape[1]) % FORMATS[format].block:
             return None
         return PackedLayout("mutant.f32", 1, format, (int(shape[0]), int(shape[1])), 4 * int(shape[0]) * int(shape[1]))
 
@@ -219,7 +221,7 @@ def post(change: Callable[..., None]) -> Breaker:
     def breaker(backend: MutantBase, honest: Op) -> Op:
         def call(*inputs: Tensor | None, out: Any, stream: Stream, ws: Any, **attrs: Any) -> None:
             honest(*inputs, out=out, stream=stream, ws=ws, **attrs)
-            arrays = [None if t is None or t.dtype == "kv" else backend.array(t) for t in inputs]
+            arrays = [None if t is None or t.dtype in ("kv", "slot") else backend.array(t) for t in inputs]
             results = tuple(backend.array(t) for t in out) if isinstance(out, tuple) else backend.array(out)
             with np.errstate(all="ignore"):
                 change(results, arrays, attrs)

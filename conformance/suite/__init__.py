@@ -13,11 +13,26 @@ __all__ = ["all_cases"]
 @lru_cache(maxsize=1)
 def all_cases() -> dict[str, Case]:
     """id -> case, in running order. Raises ValueError for an id that is used twice."""
-    from . import attention, contract, determinism, elementwise, honesty, linear, memory, models, norms, sampling, serving
+    from . import (
+        attention,
+        caches,
+        contract,
+        determinism,
+        elementwise,
+        experts,
+        honesty,
+        linear,
+        memory,
+        models,
+        norms,
+        recurrent,
+        sampling,
+        serving,
+    )
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, attention, memory, sampling, honesty, contract, determinism, models, serving)
+        module.cases() for module in (linear, norms, elementwise, attention, caches, experts, recurrent, memory, sampling, honesty, contract, determinism, models, serving)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

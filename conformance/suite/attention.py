@@ -29,7 +29,8 @@ __all__ = ["Paged", "Setup", "cases", "paged"]
 @dataclass(frozen=True)
 class Setup:
     """One attention case. lengths: tokens of each sequence in the cache; rows: query rows of each, at its last positions (or those
-    of `at`); heads, kv_heads, dk, dv: sizes (dv 0: values are the first value_dim of the keys)."""
+    of `at`); heads, kv_heads, dk, dv: sizes (dv 0: values are the first value_dim of the keys); cache: type in which keys and values are
+    kept, None for the backend's own."""
 
     lengths: tuple[int, ...] = (33,)
     rows: tuple[int, ...] = (1,)
@@ -44,6 +45,7 @@ class Setup:
     slopes: bool = False
     prefix: tuple[int, ...] = ()
     at: tuple[tuple[int, ...], ...] = ()
+    cache: str | None = None
 
     def positions(self, s: int) -> np.ndarray:
         """i32 [rows of sequence s]."""
@@ -70,7 +72,7 @@ class Paged:
             self.table[s, :count] = order[at : at + count]
             self.table[s, count:] = order[-1]  # of nobody: full of NaN
             at += count
-        self.cache: Cache = bench.cache(KVSpec(setup.kv_heads, setup.dk, setup.dv), setup.block, total)
+        self.cache: Cache = bench.cache(KVSpec(setup.kv_heads, setup.dk, setup.dv, setup.cache), setup.block, total)
         for s, n in enumerate(setup.lengths):
             self.write(s, np.arange(n))
 

@@ -40,13 +40,16 @@ def _row_calls(numbers: Numbers) -> dict[str, Call]:
     ids, table = (np.arange(ROWS, dtype=np.int32) * 7) % 50, weight_of(numbers, "f32", (50, 96))
     codes = numbers.integers(ROWS * 96, -127, 128).astype(np.int8).reshape(ROWS, 96)
     scales = np.abs(numbers.normal(ROWS, 3))
+    experts = [weight_of(numbers, "f32", shape) for shape in ((6, 64, 96), (6, 64, 96), (6, 96, 64))]
+    chosen = np.stack([numbers.permutation(6)[:2] for _ in range(ROWS)]).astype(np.int32)
 
     def run(op: str, out: tuple[int, ...], *inputs: Any, **attrs: Any) -> Call:
         def call(bench: Bench, rows: Rows) -> np.ndarray:
             cut = [In(i.array[rows], i.dtype, i.lead) if isinstance(i, In) and i.lead == "T" else i for i in inputs]
             count = len(range(*rows.indices(ROWS)))
-            dtype = "i8" if op == "quantize" else "f32"
-            outs = [((count, *out), dtype)] + ([((count, out[0] // 32), "f32")] if op == "quantize" else [])
+            dtype = {"quantize": "i8", "route_topk": "i32"}.get(op, "f32")
+            second = {"quantize": out[0] // 32, "route_topk": out[0]}.get(op)
+            outs = [((count, *out), dtype)] + ([((count, second), "f32")] if second else [])
             results = bench.run(op, cut, outs, attrs).outs
             return np.concatenate([r.reshape(count, -1).view(np.uint8) for r in results], axis=1) if count else np.zeros((0, 1), np.uint8)
 
@@ -69,6 +72,9 @@ def _row_calls(numbers: Numbers) -> dict[str, Call]:
         "quantize": run("quantize", (96,), t(x), group=32),
         "dequantize": run("dequantize", (96,), t(codes, "i8"), t(scales), group=32),
         "embed": run("embed", (96,), t(ids, "i32"), table),
+        "concat": run("concat", (3, 128), t(heads), t(heads[..., ::-1].copy())),
+        "route_topk": run("route_topk", (5,), t(x), k=5, score="sigmoid", groups=8, keep_groups=3, group_score="top2sum", renorm=1),
+        "moe": run("moe", (96,), t(x), t(chosen, "i32"), t(np.abs(x[:, :2]).copy()), *experts),
     }
     for format in ("f16", "bf16", *blocks.BLOCK_BYTES):
         block = blocks.BLOCK_BYTES.get(format, (32, 0))[0]
@@ -77,8 +83,13 @@ def _row_calls(numbers: Numbers) -> dict[str, Call]:
 
 
 def _claimed(bench: Bench, name: str) -> bool:
-    """Whether a format's own path exists here: another would be the f32 path again."""
-    format = name.partition("*")[2]
+    """Whether a format's own path exists here (another would be the f32 path again), and an extended op at all."""
+    op, _, format = name.partition("*")
+    if op in EXTENDED:
+        try:
+            _row_calls(Numbers(11))[name](bench, slice(0, 0))
+        except NotApplicable:
+            return False
     if not format:
         return True
     block = FORMATS[format].block
@@ -98,7 +109,8 @@ def _repeats(case_id: str, session: Session, numbers: Numbers, name: str) -> Out
 
 def _checked_call(session: Session, name: str) -> Call:
     if not _claimed(session.bench, name):
-        raise NotApplicable(f"{name.partition('*')[2]} weights are decoded before this backend sees them")
+        format = name.partition("*")[2]
+        raise NotApplicable(f"{format} weights are decoded before this backend sees them" if format else f"the backend has no '{name}'")
     return _row_calls(Numbers(11))[name]
 
 
@@ -171,7 +183,7 @@ def _new_process(session: Session, numbers: Numbers) -> Outcome:
     """A child process gives the same bits."""
     here = digests(session.bench)
     command = [sys.executable, "-m", "fastllm.conformance.worker", "--digests"]
-    child = subprocess.run(command, input=json.dumps(session.target.as_dict()), capture_output=True, text=True, timeout=120, check=False)
+    child = subprocess.run(command, input=json.dumps(session.target.as_dict()), capture_output=True, text=True, timeout=80, check=False)
     if child.returncode:
         raise Failure("d1", f"a child process failed: {(child.stderr.strip().splitlines() or ['no message'])[-1]}")
     other = _differing(here, json.loads(child.stdout.splitlines()[-1]))
@@ -194,7 +206,8 @@ def _threads(session: Session, numbers: Numbers) -> Outcome:
     return Outcome()
 
 
-NAMES = ("linear", "linear_long", "matmul", "rms_norm", "layer_norm", "softmax", "rope", "act_mul", "add", "mul", "quantize", "dequantize", "embed")
+EXTENDED = ("concat", "route_topk", "moe")
+NAMES = ("linear", "linear_long", "matmul", "rms_norm", "layer_norm", "softmax", "rope", "act_mul", "add", "mul", "quantize", "dequantize", "embed", *EXTENDED)
 
 
 def cases() -> Iterator[Case]:
@@ -205,7 +218,7 @@ def cases() -> Iterator[Case]:
         quick = name in ("linear", "linear_long", "rms_norm", "linear*q4_0", "linear*q8_0")
         for rule, check, level in (("repeats#d0", _repeats, "bronze"), ("rows#d2", _alone, "silver")):
             case_id = f"{op}/-/-/{name}/{rule}"
-            yield Case(case_id, op, "determinism", bind(check, case_id, name), level, plain, quick)
+            yield Case(case_id, op, "determinism", bind(check, case_id, name), level, plain and name not in EXTENDED, quick)
     yield Case("attention/-/-/attention/rows#d2", "attention", "determinism", _attention_alone, "silver", True, True)
-    yield Case("any/-/-/all/process#d1", "any", "determinism", _new_process, "silver", True)
+    yield Case("any/-/-/all/process#d1", "any", "determinism", _new_process, "silver", True, limit_s=90.0)
     yield Case("any/-/-/all/threads#d3", "any", "determinism", _threads, "silver", limit_s=90.0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fastllm.api import CATALOGUE, CORE_OPS, FORMATS, KVSpec, No, OpQuery, Yes
+from fastllm.api import CATALOGUE, CORE_OPS, FORMATS, KVSpec, No, OpQuery, SlotSpec, Yes
 
-from ..bench import Cache, In, Operand, query_for
+from ..bench import Cache, In, Operand, State, query_for
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
@@ -23,11 +23,13 @@ HOST_OPS = ("sample",)
 
 
 def questions(op: str, rows: int = 4, width: int = 64, ctx: int = 64) -> OpQuery:
-    """A plain question about an op in f32, as the planner would ask for steps of up to `rows` tokens."""
+    """A plain question about an op in f32 (stacks of experts too), as the planner would ask for steps of up to `rows` tokens."""
     f, i = np.float32, np.int32
     x, pos, cache = In(np.zeros((rows, width), f), "f32", "T"), In(np.zeros(rows, i), "i32", "T"), Cache(KVSpec(2, 32, 32), 64, 2)
     heads = In(np.zeros((rows, 2, 32), f), "f32", "T")
     step = [pos, In(np.zeros(2, i), "i32", "S+1"), In(np.zeros(1, i), "i32", "S"), In(np.zeros((1, 2), i), "i32", "S")]
+    ragged = [In(np.zeros(2, i), "i32", "S+1"), In(np.zeros(1, i), "i32", "S")]
+    gates = [In(np.zeros((rows, 2), f), "f32", "T") for _ in range(2)]
     inputs: dict[str, list[Operand]] = {
         "embed": [pos, In(np.zeros((8, width), f))],
         "linear": [x, In(np.zeros((8, width), f)), None],
@@ -44,16 +46,21 @@ def questions(op: str, rows: int = 4, width: int = 64, ctx: int = 64) -> OpQuery
         "quantize": [x],
         "dequantize": [In(np.zeros((rows, width), np.int8), "i8", "T"), In(np.zeros((rows, width // 32), f), "f32", "T")],
         "softcap": [x],
+        "concat": [heads, heads],
+        "route_topk": [x, In(np.zeros(width, f))],
+        "moe": [x, In(np.zeros((rows, 2), i), "i32", "T"), In(np.zeros((rows, 2), f), "f32", "T"), *(In(np.zeros((4, width, width), f)) for _ in range(3))],
+        "short_conv": [State(SlotSpec((3, width)), 2), x, In(np.zeros((width, 4), f)), pos, *ragged],
+        "delta_rule": [State(SlotSpec((2, 32, 32)), 2), heads, heads, heads, *gates, *(In(np.zeros(2, f)) for _ in range(2)), pos, *ragged],
     }
     spec = CATALOGUE[op]
     operands = [*inputs[op], *[None] * (len(spec.inputs) - len(inputs[op]))]
-    attrs: dict[str, Any] = {"eps": 1e-5, "scale": 0.2, "cap": 30.0}
+    attrs: dict[str, Any] = {"eps": 1e-5, "scale": 0.2, "cap": 30.0, "k": 2}
     full = spec.complete_attrs({k: v for k, v in attrs.items() if k in spec.attrs})
-    kept = ["" if o is None else "kv" if isinstance(o, Cache) else o.dtype for o in operands if not hasattr(o, "format")]
+    kept = ["" if o is None else "kv" if isinstance(o, Cache) else "slot" if isinstance(o, State) else o.dtype for o in operands if not hasattr(o, "format")]
     return query_for(op, operands, kept, full, {"ctx": ctx})
 
 
-ASKED = (*(op for op in CORE_OPS if op not in HOST_OPS), "softcap")
+ASKED = tuple(op for op in CATALOGUE if op not in HOST_OPS)
 
 
 def _answer(session: Session, query: OpQuery) -> Yes | No:
@@ -68,7 +75,7 @@ def _core(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
     whole = questions(op)
     answer = _answer(session, whole)
     if isinstance(answer, No) and op not in CORE_OPS:
-        raise NotApplicable(f"an extended op, which is decomposed: {answer.reason}")
+        raise NotApplicable(f"an extended op, which is decomposed or runs elsewhere: {answer.reason}")
     if isinstance(answer, No):
         raise Failure("honest", f"'{op}' is a core op, but the backend answers No: {answer.reason}")
     if answer.impl not in session.backend.ops():
@@ -115,13 +122,8 @@ def _pure(case_id: str, session: Session, numbers: Numbers) -> Outcome:
 def _reachable(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     """Every implementation of ops() is led to by some Yes."""
     named = set()
-    for op in CATALOGUE:
-        if op in HOST_OPS:
-            continue
-        try:
-            query = questions(op)
-        except KeyError:
-            continue
+    for op in ASKED:
+        query = questions(op)
         for dtypes in _variants(query):
             answer = _answer(session, replace(query, dtypes=dtypes))
             if isinstance(answer, Yes):
@@ -134,6 +136,8 @@ def _reachable(case_id: str, session: Session, numbers: Numbers) -> Outcome:
 
 
 def _variants(query: OpQuery) -> list[tuple[str | None, ...]]:
+    if query.op == "moe":
+        return [(*query.dtypes[:3], form, form, form, *query.dtypes[6:]) for form in FORMATS]
     if query.op not in ("linear", "embed", "matmul"):
         return [query.dtypes]
     first, _, *rest = query.dtypes

@@ -14,7 +14,7 @@ from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect, size_bin
 
-__all__ = ["SHAPES", "cases", "weight_of"]
+__all__ = ["SHAPES", "cases", "minimum_of", "weight_of"]
 
 SHAPES = (  # (rows, N, K, quick): pairwise; a large K goes with few outputs
     (1, 33, 1, False), (2, 1, 31, False), (3, 32, 32, False), (5, 33, 257, True), (8, 127, 128, False), (17, 31, 256, True),
@@ -36,12 +36,12 @@ def _decoded(weight: Weight) -> np.ndarray:
     return weight.decode()
 
 
-def _minimum(weight: Weight) -> np.ndarray | None:
+def minimum_of(weight: Weight) -> np.ndarray | None:
     """|offset| that a format adds to each code; None where it adds none."""
-    if weight.format not in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k"):
+    if weight.format not in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k", *blocks.ZERO_POINT):
         return None
     zeros = weight.data.copy().reshape(-1, blocks.BLOCK_BYTES[weight.format][1])
-    head = {"q4_1": 4, "q5_1": 4, "q4_k": 16, "q5_k": 16}.get(weight.format)
+    head = {"q4_1": 4, "q5_1": 4, "q4_k": 16, "q5_k": 16, **dict.fromkeys(blocks.ZERO_POINT, 3)}.get(weight.format)
     if head is None:  # q2_k: scales come first
         zeros[:, 16:80] = 0
     else:
@@ -70,7 +70,7 @@ def _linear(
     if kept != format:
         raise NotApplicable(f"{format} weights are decoded to {kept} before this backend sees them")
     with np.errstate(all="ignore"):
-        expected = bounds.linear(x, _decoded(weight), b, ran.numerics, _minimum(weight))
+        expected = bounds.linear(x, _decoded(weight), b, ran.numerics, minimum_of(weight))
     if kind == "integer" and ran.numerics.act is None:
         expected = Expected(expected.y, np.zeros_like(expected.bound), exact=True)
     return expect(session, case_id, ran, [expected])
@@ -120,6 +120,8 @@ def _denormal(case_id: str, session: Session, numbers: Numbers) -> Outcome:
 def _group(format: str) -> str:
     if format in blocks.PLAIN_BYTES:
         return "linear.plain"
+    if format in blocks.OWN:
+        return "linear.groups"
     return "linear.blocks32" if blocks.BLOCK_BYTES[format][0] == 32 else "linear.blocks256"
 
 

@@ -71,8 +71,8 @@ static fl_weight weight_of(const fl_moe_part *part, int64_t e, int64_t N, int64_
                        (const uint8_t *)(intptr_t)(part->data + e * part->stride)};
 }
 
-static const float *bias_of(const fl_moe_part *part, int64_t e, int64_t N) {
-    return part->bias ? (const float *)(intptr_t)part->bias + e * N : NULL;
+static const float *bias_of(const fl_moe_part *part, int64_t e) {
+    return part->bias ? (const float *)(intptr_t)part->bias + e * part->bias_stride : NULL;
 }
 
 static void prepare_inputs(const job *j, const fl_linear_ops *ops, const fl_moe_part *part, const fl_view *x, int64_t i0,
@@ -132,8 +132,8 @@ static void gate_and_up(const job *j, const fl_kernels *k, int64_t C, int64_t st
         for (int64_t s = strip0, n; s < strip1; s += n) {
             n = strips_of_block(rows, strip1 - s);
             const int64_t c0 = s * FL_STRIP, columns = F - c0 < n * FL_STRIP ? F - c0 : n * FL_STRIP;
-            product(j, k->linear, &gate, &xg, bias_of(&m->gate, e, F), j->first, s, n);
-            if (m->up.data) product(j, k->linear, &up, &xu, bias_of(&m->up, e, F), j->second, s, n);
+            product(j, k->linear, &gate, &xg, bias_of(&m->gate, e), j->first, s, n);
+            if (m->up.data) product(j, k->linear, &up, &xu, bias_of(&m->up, e), j->second, s, n);
             const fl_view g = {(char *)j->first, rows, n * FL_STRIP, 0, 1, (int32_t)columns, FL_DT_F32};
             const fl_view u = {(char *)j->second, rows, n * FL_STRIP, 0, 1, (int32_t)columns, FL_DT_F32};
             const fl_view h = {
@@ -158,7 +158,7 @@ static void down(const job *j, const fl_kernels *k, const fl_view *weights, cons
         for (int64_t s = strip0, n; s < strip1; s += n) {
             n = strips_of_block(rows, strip1 - s);
             const int64_t from = s * FL_STRIP, columns = C - from < n * FL_STRIP ? C - from : n * FL_STRIP;
-            product(j, k->linear, &w, &a, bias_of(&m->down, e, C), j->first, s, n);
+            product(j, k->linear, &w, &a, bias_of(&m->down, e), j->first, s, n);
             for (int64_t r = 0; r < rows; r++) {
                 const int64_t pair = j->order[first + r], t = pair / j->k;
                 const float weight = ((const float *)weights->p)[t * weights->s0 + pair % j->k];

@@ -17,8 +17,9 @@
 
 /* What an instruction needs, at the address i0: all 64 bits wide, so that lower.py can write it as an array. */
 typedef struct {
-    int64_t layout, data, stride, bias; /* data, bias: addresses, 0 if absent; stride: bytes from one expert to the next */
-    int64_t kind, acts;                 /* prepared input: its kind and address */
+    int64_t layout, data, stride; /* data: address, 0 if absent; stride: bytes from one expert to the next */
+    int64_t bias, bias_stride;    /* address, 0 if absent; floats from one expert to the next */
+    int64_t kind, acts;           /* prepared input: its kind and address */
 } fl_moe_part;
 typedef struct {
     int64_t rows, experts, top_k, width, act; /* largest T; E, k, F, FL_ACT_… */
