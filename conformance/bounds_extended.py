@@ -150,9 +150,9 @@ def short_conv(history: Array, weight: Array, kind: str, count: int) -> Expected
     return Expected(y, STEEPEST * (L * math.sqrt(taps) * u * size + TINY) + own)
 
 
-def delta_rule(*operands: Any) -> Expected:
+def delta_rule(query: Array, key: Array, value: Array, a: Array, b: Array, a_log: Array, dt_bias: Array, eps: float) -> Expected:
     """As the oracle's, with the tolerance of an ensemble; one for each row and head."""
-    y = extended.delta_rule(*operands)
+    y = extended.delta_rule(query, key, value, a, b, a_log, dt_bias, eps)
     worst = np.zeros((*y.shape[:2], 1))
     for seed in range(RUNS):
         numbers = Numbers(2000 + seed)
@@ -160,5 +160,5 @@ def delta_rule(*operands: Any) -> Expected:
         def moved(x: Array, bound: Array, numbers: Numbers = numbers) -> Array:
             return x + (2 * numbers.uniform(*x.shape) - 1) * bound
 
-        worst = np.maximum(worst, np.abs(extended.delta_rule(*operands, moved=moved) - y).max(-1, keepdims=True))
+        worst = np.maximum(worst, np.abs(extended.delta_rule(query, key, value, a, b, a_log, dt_bias, eps, moved) - y).max(-1, keepdims=True))
     return Expected(y, np.broadcast_to(4 * worst, y.shape) + U["f32"] * np.abs(y) + TINY)
