@@ -68,7 +68,8 @@ def _delta(numbers: Numbers, lengths: Sequence[int], groups: int, heads: int, dk
     a_log, dt_bias = (numbers.normal(heads) * np.float32(0.5) + np.float32(fast - 2)).astype(np.float32), numbers.normal(heads)
 
     def judge(s: int) -> Expected:
-        return bounds_extended.delta_rule(*rows[s], a_log, dt_bias, 1e-6)
+        query, key, value, a, b = rows[s]
+        return bounds_extended.delta_rule(query, key, value, a, b, a_log, dt_bias, 1e-6)
 
     return Kit("delta_rule", SlotSpec((heads, dk, dv)), rows, [a_log, dt_bias], (heads, dv), judge, {"eps": 1e-6}, gap)
 
