@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from fastllm.api import FastLLMError
@@ -17,11 +18,16 @@ from .numbers import Numbers, seed_of
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["DEFAULT_SEED", "LEVELS", "RULES", "Case", "CaseResult", "Failure", "NotApplicable", "Outcome", "Requirements"]
+__all__ = ["DEFAULT_SEED", "LEVELS", "RULES", "Case", "CaseResult", "Failure", "NotApplicable", "Outcome", "Requirements", "matches"]
 
 DEFAULT_SEED = 1
 LEVELS = ("bronze", "silver", "gold")
 RULES = ("bound", "exact", "guard", "error", "honest", "contract", "prop", "d0", "d1", "d2", "d3", "leak", "model", "serve")
+
+
+def matches(case_id: str, pattern: str) -> bool:
+    """Whether an id fits a pattern. `*` and `?` are wild; brackets are not."""
+    return fnmatchcase(case_id, pattern.replace("[", "[[]"))
 
 
 class Failure(Exception):

@@ -7,7 +7,7 @@
     issue = "https://…"                 # may be left out
     until = "0.4"                       # version of the vendor's package from which on it must pass
 
-An entry that matches no case, one whose cases all pass, and one whose `until` is reached are failures themselves.
+`[[floor]]` entries of the same file are read by `perf`. An entry that matches no case, one whose cases all pass, and one whose `until` is reached are failures themselves.
 """
 
 from __future__ import annotations
@@ -16,22 +16,16 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fastllm.api import UsageError
 
-from .case import CaseResult
+from .case import CaseResult, matches
 from .levels import NEVER_EXPECTED
 
-__all__ = ["ExpectedFailure", "apply_expected", "matches", "read_expected"]
+__all__ = ["ExpectedFailure", "apply_expected", "read_expected"]
 
 CLASSES = ("unsupported", "bug", "future", "flaky")
-
-
-def matches(case_id: str, pattern: str) -> bool:
-    """Whether an id fits a pattern. `*` and `?` are wild; brackets are not."""
-    return fnmatchcase(case_id, re.sub(r"\[", "[[]", pattern))
 
 
 @dataclass(frozen=True)
@@ -53,10 +47,10 @@ def read_expected(path: str | Path) -> list[ExpectedFailure]:
         raise UsageError(f"cannot read {path}: {error.strerror}", who=str(path), fix="name an existing conformance.toml") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}", who=str(path), fix="see https://toml.io") from None
-    unknown = set(document) - {"expected"}
+    unknown = set(document) - {"expected", "floor"}
     entries = document.get("expected", [])
     if unknown or not isinstance(entries, list):
-        raise UsageError(f"{path} may hold [[expected]] entries only", who=str(path), fix="write each as [[expected]]")
+        raise UsageError(f"{path} may hold [[expected]] and [[floor]] entries only", who=str(path), fix="write each as [[expected]] or [[floor]]")
     found = []
     for number, entry in enumerate(entries, 1):
         keys = {"id", "class", "reason", "issue", "until"}

@@ -3,7 +3,8 @@
 Bronze: the ops are right: contract, honesty, guards; every core op in f32, every format that is claimed; D0.
 Silver: models are right: a 16-bit, an 8-bit and a 4-bit weight format and paged attention, all native; every tiny model; D1–D3; no
         op leaves the device in a decode step.
-Gold:   serving is right: many streams, cancels, exhaustion, thousands of steps without a leak.
+Gold:   serving is right: many streams, cancels, exhaustion, 2,000 steps without a leak; and a perf report, with every floor met that the
+        vendor declares.
 
 A level counts only in a run of all of its cases. A required case may not be N/A; an op that is answered No is not a pass. Expected
 failures keep Bronze if they are listed, and bar Silver for core ops; wrong numbers, broken guards and undeclared D2 are
@@ -13,13 +14,14 @@ never expected.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastllm.api import API_VERSION, CORE_OPS, OPSET
 
 from .case import LEVELS, Case, CaseResult
+from .perf import perf_reasons
 
 __all__ = ["DEVICE_OPS", "NEVER_EXPECTED", "SUITE_VERSION", "Standing", "native_ops", "select", "standing"]
 
@@ -80,8 +82,11 @@ def _in_f32(case_id: str) -> bool:
     return "*" not in dtypes or dtypes.endswith("*f32")
 
 
-def standing(results: Sequence[CaseResult], asked: str, *, whole: bool, tolerated: bool = False) -> Standing:
-    """What these results earn. asked: the level whose cases ran; whole: all of them ran. tolerated: looser bounds were used."""
+def standing(
+    results: Sequence[CaseResult], asked: str, *, whole: bool, tolerated: bool = False, perf: Mapping[str, Any] | None = None
+) -> Standing:
+    """What these results earn. asked: the level whose cases ran; whole: all of them ran. tolerated: looser bounds were used. perf: the
+    perf report, which Gold needs."""
     counts = Counter(r.status for r in results)
     native, inherited = native_ops(results)
     reasons: list[str] = []
@@ -94,8 +99,9 @@ def standing(results: Sequence[CaseResult], asked: str, *, whole: bool, tolerate
             missing.append(f"no case of {name} ran")
         if name == "silver":
             missing += _silver(results, inherited, tolerated)
-        if name == "gold" and any(r.status == "expected" for r in results):
-            missing.append("expected failures are left")
+        if name == "gold":
+            missing += ["expected failures are left"] if any(r.status == "expected" for r in results) else []
+            missing += perf_reasons(perf)
         if missing:
             reasons = [f"not {name}: {line}" for line in missing[:20]]
             break

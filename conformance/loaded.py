@@ -37,19 +37,19 @@ CONTEXT = 128
 class Loaded:
     """plan, executor, and what the oracle needs of the model: graph, weights in f64, declared numerics of each node."""
 
-    def __init__(self, backend: Backend, path: Path, num_blocks: int = 8, max_sequences: int = 4):
-        """Raises what loading raises; closed by `close`."""
+    def __init__(self, backend: Backend, path: Path, num_blocks: int = 8, max_sequences: int = 4, limits: StepLimits | None = None):
+        """limits: of a step, instead of those of a tiny model. Raises what loading raises; closed by `close`."""
         self.backend = backend
         self._stack = ExitStack()
         self._answers: dict[tuple[str, Any], Yes] = {}
         try:
-            model = read_model(path, CONTEXT)
+            limits = limits or StepLimits(48, max_sequences, 48, CONTEXT, BLOCK, num_blocks)
+            model = read_model(path, limits.context)
             self._stack.callback(model.close)
             self.definition, self.tensors = model.definition, model.tensors
             ref = RefBackend()
             self._stack.callback(ref.close)
             backends: dict[str, Backend] = {"device": backend, "ref": ref}
-            limits = StepLimits(48, max_sequences, 48, CONTEXT, BLOCK, num_blocks)
             with self._listening():
                 self.plan: Plan = make_plan(
                     self.definition.graph, self.definition.weights, self.tensors, backends, Placement.on("device"), limits, fallback="allow"
@@ -129,10 +129,10 @@ def batch_of(parts: list[tuple[np.ndarray, int, int]], tables: list[list[int]]) 
 
 
 @contextmanager
-def loaded(backend: Backend, name: str, **limits: int) -> Iterator[Loaded]:
+def loaded(backend: Backend, name: str, num_blocks: int = 8, max_sequences: int = 4) -> Iterator[Loaded]:
     """A tiny model, saved to a temporary folder and loaded on a backend."""
     with tempfile.TemporaryDirectory(prefix="fastllm-conformance-") as folder:
-        kit = Loaded(backend, tiny.save(name, Path(folder) / "model"), **limits)
+        kit = Loaded(backend, tiny.save(name, Path(folder) / "model"), num_blocks, max_sequences)
         try:
             yield kit
         finally:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .case import Case
-from .expected import ExpectedFailure, matches, read_expected
+from .case import Case, matches
+from .expected import ExpectedFailure, read_expected
 from .levels import NEVER_EXPECTED
 from .runner import Selection, cases_for, choose
 from .session import Session, Target

@@ -19,12 +19,13 @@ from fastllm.api import API_VERSION, OPSET, UsageError
 
 from .case import CaseResult
 from .levels import SUITE_VERSION, Standing, select, standing
+from .perf import perf_rows
 from .runner import Selection
 from .suite import all_cases
 
-__all__ = ["SCHEMA", "build_report", "kernel_hash", "markdown", "verify", "write_reports"]
+__all__ = ["SCHEMA", "build_report", "compared_lines", "kernel_hash", "markdown", "verify", "write_reports"]
 
-SCHEMA = 1
+SCHEMA = 2
 COLOURS = {"": "#9f9f9f", "bronze": "#a97142", "silver": "#7f8c9b", "gold": "#c9a227"}
 
 
@@ -40,7 +41,7 @@ def kernel_hash(folder: Path | None) -> str:
 
 def build_report(
     results: Sequence[CaseResult], earned: Standing, selection: Selection, *, backend: str, command: str, seed: int, engine: str,
-    about: Mapping[str, Any], time_s: float,
+    about: Mapping[str, Any], time_s: float, perf: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The report as plain data. about: distribution, version, device, environment, execution, sources."""
     return {
@@ -59,6 +60,7 @@ def build_report(
         "filters": {"op": list(selection.ops), "case": list(selection.cases)},
         "time_s": round(time_s, 1),
         "standing": earned.as_dict(),
+        "perf": perf,
         "cases": [r.as_dict() for r in results],
     }
 
@@ -121,6 +123,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     bad = [c for c in report["cases"] if c["status"] in ("failed", "not run", "expected")]
     if bad:
         lines += ["", "## Failed", "", *(f"- `{c['id']}` ({c['status']}, {c['rule'] or 'not run'}): {_plain(c['message'])}" for c in bad[:200])]
+    if report["perf"] is not None:
+        lines += _perf_lines(report["perf"])
     skipped: dict[str, int] = {}
     for case in report["cases"]:
         if case["status"] == "n/a":
@@ -128,6 +132,34 @@ def markdown(report: Mapping[str, Any]) -> str:
     if skipped:
         lines += ["", "## Not applicable", "", *(f"- {_plain(reason)} ({count})" for reason, count in skipped.items())]
     return "\n".join(lines) + "\n"
+
+
+def _perf_lines(perf: Mapping[str, Any]) -> list[str]:
+    """The perf report as Markdown."""
+    lines = ["", "## Speed", ""]
+    if perf["emulated"]:
+        lines.append("Emulated devices report no speed.")
+    else:
+        lines += [f"Roofs, measured through the backend: {_roof_line(perf)}. Times are of one call, in µs, the middle of five runs of 0.2 s or more."]
+    lines += ["", "| item | µs | least; spread | rate | of the roof | implementation |", "|---|---|---|---|---|---|"]
+    lines += ["| " + " | ".join(_plain(cell) for cell in row) + " |" for row in perf_rows(perf)]
+    for floor in perf["floors"]:
+        found = "not measured" if floor["found"] is None else f"{floor['found']:.3g}"
+        lines.append(f"\nFloor `{floor['id']}`: {floor['unit']} of at least {floor['least']:g}; {found}: {'met' if floor['met'] else 'not met'}.")
+    if "compared" in perf:
+        lines += ["", *compared_lines(perf["compared"])]
+    return lines
+
+
+def _roof_line(perf: Mapping[str, Any]) -> str:
+    units = {"bytes_per_s": "GB/s", "flops_per_s_plain": "GFLOP/s with plain weights", "flops_per_s_any": "GFLOP/s with any"}
+    return ", ".join(f"{value / 1e9:.3g} {units[name]}" for name, value in perf["roofs"].items()) or "none could be"
+
+
+def compared_lines(compared: Mapping[str, Any]) -> list[str]:
+    """What changed since an older report, a line each."""
+    head = f"{compared['compared']} items against {compared['old']} ({compared['date']}, {compared['device']}): {len(compared['changes'])} differ"
+    return [head] + [f"{'slower' if c['change'] > 0 else 'faster'}: {c['id']}: {1e6 * c['old_s']:.4g} → {1e6 * c['new_s']:.4g} µs ({c['change']:+.0%})" for c in compared["changes"]]
 
 
 def _plain(text: str) -> str:
@@ -182,8 +214,20 @@ table{{border-collapse:collapse;width:100%;font-size:13px}}td,th{{border-bottom:
 engine {e(report["engine"])} · {e(report["date"])} · seed {report["seed"]}<br><code>{e(report["command"])}</code></p>
 <ul>{reasons}</ul>
 <table><tr><th>op<th>passed<th>expected<th>n/a<th>failed<th>worst margin<th>implementation</tr>{ops}</table>
-<h2>Cases</h2><table><tr><th>id<th>status<th>margin<th>implementation<th>s<th>message</tr>{rows}</table></html>
+{_perf_page(report["perf"])}<h2>Cases</h2><table><tr><th>id<th>status<th>margin<th>implementation<th>s<th>message</tr>{rows}</table></html>
 """
+
+
+def _perf_page(perf: Mapping[str, Any] | None) -> str:
+    """The perf report as HTML."""
+    if perf is None:
+        return ""
+    e = html.escape
+    head = "Emulated devices report no speed." if perf["emulated"] else f"Roofs, measured through the backend: {_roof_line(perf)}"
+    rows = "".join("<tr>" + "".join(f"<td>{e(cell)}" for cell in row) + "</tr>" for row in perf_rows(perf))
+    floors = "".join(f"<li>floor {e(f['id'])}: {e(f['unit'])} {f['least']:g}: {'met' if f['met'] else 'not met'}" for f in perf["floors"])
+    changes = "".join(f"<li>{e(line)}" for line in (compared_lines(perf["compared"]) if "compared" in perf else []))
+    return f"<h2>Speed</h2><p>{e(head)}</p><ul>{floors}{changes}</ul><table><tr><th>item<th>µs<th>least; spread<th>rate<th>of the roof<th>implementation</tr>{rows}</table>"
 
 
 def badge(report: Mapping[str, Any]) -> str:
@@ -207,7 +251,7 @@ def verify(path: str | Path) -> list[str]:
         raise UsageError(f"cannot read {path}: {error.strerror}", who=str(path), fix="name a conformance.json") from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}", who=str(path)) from None
-    needed = {"schema", "suite", "asked", "quick", "filters", "standing", "cases", "opset", "api"}
+    needed = {"schema", "suite", "asked", "quick", "filters", "standing", "perf", "cases", "opset", "api"}
     if not isinstance(report, dict) or not needed <= set(report) or report["schema"] != SCHEMA:
         raise UsageError(f"{path} is not a conformance report of schema {SCHEMA}", who=str(path))
     if report["suite"] != SUITE_VERSION:
@@ -221,7 +265,7 @@ def verify(path: str | Path) -> list[str]:
         return [f"a part cannot be read: {error}"]
     wrong = []
     ids = [r.id for r in results]
-    own = [i for i in ids if not i.startswith(("vendor/", "expected/"))]
+    own = [i for i in ids if not i.startswith(("vendor/", "expected/", "soak/"))]
     if len(set(ids)) != len(ids):
         wrong.append("a case is listed twice")
     if selection.ops or selection.cases:
@@ -239,7 +283,10 @@ def verify(path: str | Path) -> list[str]:
             wrong.append(f"case '{result.id}' passed with a margin of {result.margin}")
     if not results:
         wrong.append("the report has no cases")
-    earned = standing(results, selection.level, whole=selection.whole, tolerated=bool(report.get("tolerance"))).as_dict()
+    try:
+        earned = standing(results, selection.level, whole=selection.whole, tolerated=bool(report.get("tolerance")), perf=report["perf"]).as_dict()
+    except (KeyError, TypeError) as error:
+        return [*wrong, f"the perf part cannot be read: {error}"]
     for key in ("level", "counts", "native", "native_of", "badge"):
         if claimed.get(key) != earned[key]:
             wrong.append(f"{key} is {claimed.get(key)!r}; the cases give {earned[key]!r}")

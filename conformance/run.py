@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fastllm.api import plugin_facts
 
-from .case import DEFAULT_SEED, CaseResult, Requirements
+from .case import DEFAULT_SEED, Case, CaseResult, Requirements, matches
 from .expected import apply_expected, read_expected
 from .levels import Standing, standing
+from .perf import build_perf, compare, read_floors
+from .perf_cases import perf_cases
 from .report import build_report, kernel_hash
 from .runner import Job, Selection, cases_for, choose, run_cases
 from .session import Target
+from .suite.soak import soak_case
 
 __all__ = ["Run", "RunOptions", "run_suite"]
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to run and how. expected: a conformance.toml; None: the one in the vendor's package, if there is one."""
+    """What to run and how. expected: a conformance.toml; None: the one in the vendor's package, if there is one. perf: measure speed
+    afterwards (a whole run for Gold always does); compare: an older report to hold it against. soak_minutes: serve for so long, too."""
 
     target: Target
     selection: Selection = field(default_factory=Selection)
@@ -33,6 +37,9 @@ class RunOptions:
     dump: str | None = None
     expected: str | Path | None = None
     command: str = ""
+    perf: bool = False
+    compare: str | Path | None = None
+    soak_minutes: float = 0.0
 
 
 @dataclass
@@ -57,25 +64,45 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     target = options.target
     facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
     requirements = facts.requirements if isinstance(facts.requirements, Requirements) else Requirements()
-    chosen = choose(options.selection, cases_for(target, options.seed).values())
-    job = Job(target, options.seed, options.jobs, options.stop, options.dump, requirements)
-    found = run_cases(job, chosen, progress)
+    emulated = requirements.emulated or facts.execution == "emulated"
+    requirements = replace(requirements, emulated=emulated)
+    selection = options.selection
+    chosen = choose(selection, cases_for(target, options.seed).values())
     path = options.expected
     if path is None and facts.package_folder is not None and (facts.package_folder / "conformance.toml").is_file():
         path = facts.package_folder / "conformance.toml"
+    listed, floors = ([], []) if path is None else (read_expected(path), read_floors(path))
+    if options.soak_minutes:
+        chosen.append(soak_case(options.soak_minutes))
+    job = Job(target, options.seed, options.jobs, options.stop, options.dump, requirements)
+    found = run_cases(job, chosen, progress)
     if path is not None:
-        found = apply_expected(found, read_expected(path), facts.version, whole=options.selection.whole)
-    earned = standing(found, options.selection.level, whole=options.selection.whole, tolerated=bool(requirements.tolerance))
+        found = apply_expected(found, listed, facts.version, whole=selection.whole)
+    perf = None
+    stopped = options.stop and any(r.status == "failed" for r in found)
+    if (options.perf or (selection.level == "gold" and selection.whole)) and not stopped:
+        perf = build_perf(run_cases(replace(job, jobs=1), _perf_items(selection), progress), floors, emulated=emulated)
+        if options.compare is not None:
+            perf["compared"] = compare(perf, options.compare)
+    earned = standing(found, selection.level, whole=selection.whole, tolerated=bool(requirements.tolerance), perf=perf)
     about: Mapping[str, Any] = {
         "distribution": facts.distribution, "version": facts.version, "device": facts.device, "environment": dict(facts.environment),
-        "options": dict(target.options), "execution": "emulated" if requirements.emulated else "device" if "cpu" not in target.name and target.name != "ref" else "cpu",
+        "options": dict(target.options), "execution": "emulated" if emulated else facts.execution,
         "sources": kernel_hash(facts.package_folder), "tolerance": {k: list(v) for k, v in requirements.tolerance.items()},
     }  # fmt: skip
     report = build_report(
-        found, earned, options.selection, backend=target.name, command=options.command, seed=options.seed, engine=_engine(), about=about,
-        time_s=time.perf_counter() - start,
+        found, earned, selection, backend=target.name, command=options.command, seed=options.seed, engine=_engine(), about=about,
+        time_s=time.perf_counter() - start, perf=perf,
     )  # fmt: skip
     return Run(found, earned, report)
+
+
+def _perf_items(selection: Selection) -> list[Case]:
+    """All of them; of a run of some ops, the probes and what is about those ops."""
+    items = list(perf_cases().values())
+    if not selection.ops:
+        return items
+    return [i for i in items if i.op == "probe" or any(matches(i.op, p) for p in selection.ops)]
 
 
 def _engine() -> str:

@@ -20,8 +20,7 @@ from typing import Any
 
 from fastllm.api import UsageError
 
-from .case import DEFAULT_SEED, LEVELS, Case, CaseResult, Requirements
-from .expected import matches
+from .case import DEFAULT_SEED, LEVELS, Case, CaseResult, Requirements, matches
 from .levels import select
 from .session import Target
 from .suite import all_cases

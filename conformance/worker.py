@@ -38,10 +38,12 @@ def main() -> int:
         with Session(Target.from_dict(body)) as session:
             answer.write(json.dumps(digests(session.bench)) + "\n")
         return 0
+    from .perf_cases import perf_cases
     from .runner import cases_for
+    from .suite.soak import named_soak
 
     target = Target.from_dict(body["target"])
-    known = cases_for(target, body["seed"])
+    known = {**cases_for(target, body["seed"]), **perf_cases(), **named_soak(body["ids"])}
     with Session(target, requirements_from(body["requirements"])) as session:
         for case_id in body["ids"]:
             _say(answer, {"start": case_id})

@@ -82,12 +82,14 @@ class BackendSpec:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device that a probe found. memory_bytes: total, 0 if unknown."""
+    """One device that a probe found. memory_bytes: total, 0 if unknown. kind: device, cpu (the host computes) or emulated (nobody's
+    hardware: its speed says nothing); reports name it."""
 
     id: str
     name: str
     memory_bytes: int = 0
     detail: str = ""
+    kind: str = "device"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from .core.weights import HostTensor
 
 if TYPE_CHECKING:
     from .backends.ref.backend import RefBackend as RefBackend
+    from .conformance.case import Requirements as Requirements
     from .core.engine import Engine as Engine
     from .core.executor import Executor as Executor
     from .core.placement import Placement as Placement
@@ -118,6 +119,7 @@ __all__ = [
     "Ready",
     "RefBackend",
     "Request",
+    "Requirements",
     "SamplingParams",
     "ShapeError",
     "SlotSpec",
@@ -157,6 +159,7 @@ _LAZY = {
     "Request": "core.request",
     "SamplingParams": "core.sampling",
     "StepBatch": "core.step",
+    "Requirements": "conformance.case",
     "ModelInput": "host",
     "PluginFacts": "host",
     "host_sample": "host",

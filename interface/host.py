@@ -39,12 +39,14 @@ def open_backend(
 
 @dataclass(frozen=True)
 class PluginFacts:
-    """What a plug-in says about itself, for reports: its distribution and version, device, environment, requirements and own cases."""
+    """What a plug-in says about itself, for reports: its distribution and version, device, execution (the device's kind), environment,
+    requirements and own cases."""
 
     name: str
     distribution: str
     version: str
     device: str
+    execution: str
     environment: Mapping[str, str]
     requirements: Any
     cases: Sequence[Any]
@@ -61,7 +63,7 @@ def plugin_facts(
     device = next((d for d in state.devices if d.id == selection.device), None)
     label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
     return PluginFacts(
-        selection.name, state.distribution, state.version, label, registry.environment(selection.name), registry.requirements(selection.name),
+        selection.name, state.distribution, state.version, label, device.kind if device else "device", registry.environment(selection.name), registry.requirements(selection.name),
         registry.conformance_cases(selection.name), _folder(state.module),
     )  # fmt: skip
 

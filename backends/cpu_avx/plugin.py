@@ -42,7 +42,7 @@ def fastllm_probe(name: str) -> Ready | Unavailable:
 
     choice = choose_threads(0)
     detail = f"{isa.best()}, {choice.count} thread{'s' * (choice.count != 1)}"
-    return Ready((DeviceInfo("0", cpu_model(), memory_bytes(), detail),))
+    return Ready((DeviceInfo("0", cpu_model(), memory_bytes(), detail, kind="cpu"),))
 
 
 @hookimpl

@@ -27,7 +27,7 @@ def fastllm_backends() -> list[BackendSpec]:
 @hookimpl
 def fastllm_probe(name: str) -> Ready:
     """Host memory is always there."""
-    return Ready((DeviceInfo("0", "an accelerator made of host memory"),))
+    return Ready((DeviceInfo("0", "an accelerator made of host memory", kind="emulated"),))
 
 
 @hookimpl

@@ -36,14 +36,14 @@ def fastllm_backends() -> list[BackendSpec]:
 @hookimpl
 def fastllm_probe(name: str) -> Ready | Unavailable:
     """The devices of all drivers."""
-    from .runtime import Missing, devices
+    from .runtime import Missing, device_kind, devices
 
     try:
         found = devices()
     except Missing as missing:
         return Unavailable(missing.reason, missing.hint)
     return Ready(tuple(
-        DeviceInfo(key, d.name.strip(), int(d.global_mem_size), f"{d.platform.name.strip()}, {d.max_compute_units} units")
+        DeviceInfo(key, d.name.strip(), int(d.global_mem_size), f"{d.platform.name.strip()}, {d.max_compute_units} units", device_kind(d))
         for key, d in found.items()
     ))  # fmt: skip
 

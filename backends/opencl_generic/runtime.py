@@ -68,6 +68,13 @@ def devices() -> dict[str, Any]:
     return found
 
 
+def device_kind(device: Any) -> str:
+    """What executes: emulated (Oclgrind), cpu or device."""
+    if "oclgrind" in device.platform.name.lower():
+        return "emulated"
+    return "cpu" if device.type & load().device_type.CPU else "device"
+
+
 def caps_of(cl: Any, device: Any) -> Caps:
     """What the shared backend needs to know of a device."""
     fp64 = "cl_khr_fp64" in device.extensions.split()

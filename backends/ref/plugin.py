@@ -18,7 +18,7 @@ def fastllm_backends() -> list[BackendSpec]:
 @hookimpl
 def fastllm_probe(name: str) -> Ready:
     """numpy is always there."""
-    return Ready((DeviceInfo("0", "host memory, numpy"),))
+    return Ready((DeviceInfo("0", "host memory, numpy", kind="cpu"),))
 
 
 @hookimpl

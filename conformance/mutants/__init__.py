@@ -16,8 +16,7 @@ from typing import Any
 
 from fastllm.api import API_VERSION, OPSET, Backend, BackendSpec, Option, UsageError
 
-from ..case import CaseResult
-from ..expected import matches
+from ..case import CaseResult, matches
 from ..levels import native_ops, standing
 from ..runner import Job, run_cases
 from ..session import Session, Target

@@ -18,7 +18,7 @@ from ..session import Session
 from ..tiny import VOCABULARY
 from .common import bind
 
-__all__ = ["cases"]
+__all__ = ["MODEL", "cancels", "cases", "exhaustion", "resident_bytes", "soak", "streams"]
 
 MODEL = "llama-q8_0"
 WAIT_S = 100.0
@@ -62,7 +62,7 @@ def _alone(kit: Loaded, requests: list[Request]) -> list[list[int]]:
     return found
 
 
-def _streams(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+def streams(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     """Eight requests from four threads give the ids of a run alone, also found in the prefix cache the second time."""
     requests = _requests(numbers, 8, 12)
     with loaded(session.backend, MODEL, num_blocks=24) as kit:
@@ -92,7 +92,7 @@ def _streams(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     return Outcome()
 
 
-def _cancels(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+def cancels(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     """Requests that are cancelled in the middle of a batch leave the others' ids as they were, and give their blocks back."""
     requests = _requests(numbers, 6, 14)
     with loaded(session.backend, MODEL, num_blocks=24) as kit:
@@ -112,7 +112,7 @@ def _cancels(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     return Outcome()
 
 
-def _exhaustion(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+def exhaustion(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     """A cache that is too small for all: requests wait or are set aside, and still give the ids of a run alone."""
     requests = _requests(numbers, 6, 40)
     with loaded(session.backend, MODEL, num_blocks=9) as kit:
@@ -167,14 +167,14 @@ def _reopening(case_id: str, session: Session, numbers: Numbers) -> Outcome:
         if backend.memory().used != before:
             raise Failure("leak", "a closed buffer stays in use")
         backend.close()
-        sizes.append(_resident_bytes())
+        sizes.append(resident_bytes())
     grown = sizes[-1] - sizes[100]
     if sizes[0] and grown > 16 << 20:
         raise Failure("leak", f"the process grew by {grown / (1 << 20):.1f} MiB over the last hundred times")
     return Outcome(facts={"grown_bytes": grown})
 
 
-def _soak(case_id: str, session: Session, numbers: Numbers, steps: int) -> Outcome:
+def soak(case_id: str, session: Session, numbers: Numbers, steps: int) -> Outcome:
     """Thousands of decode steps on one executor: memory is flat, and the bits of step n repeat."""
     with loaded(session.backend, MODEL, num_blocks=8) as kit:
         ids = numbers.integers(96, 3, VOCABULARY).astype(np.int32)
@@ -188,7 +188,7 @@ def _soak(case_id: str, session: Session, numbers: Numbers, steps: int) -> Outco
             if at % 24 == 23:
                 if first.setdefault(at, logits.tobytes()) != logits.tobytes():
                     raise Failure("serve", f"step {step}: the logits at position {at} have other bits than the first time")
-                sizes.append(_resident_bytes())
+                sizes.append(resident_bytes())
         if session.backend.memory().used != used:
             raise Failure("leak", f"{session.backend.memory().used - used:,} bytes more are in use after {steps} steps")
         grown = sizes[-1] - sizes[len(sizes) // 4]
@@ -197,7 +197,8 @@ def _soak(case_id: str, session: Session, numbers: Numbers, steps: int) -> Outco
     return Outcome(facts={"steps": steps})
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -208,13 +209,13 @@ def _resident_bytes() -> int:
 def cases() -> Iterator[Case]:
     """Gold, but for the streams, which Silver has too."""
     for name, check, level, quick in (
-        ("streams", _streams, "silver", True),
-        ("cancels", _cancels, "gold", False),
-        ("exhaustion", _exhaustion, "gold", False),
+        ("streams", streams, "silver", True),
+        ("cancels", cancels, "gold", False),
+        ("exhaustion", exhaustion, "gold", False),
         ("failing_allocations", _failing_allocations, "gold", False),
         ("reopening", _reopening, "gold", False),
     ):
         case_id = f"engine/{MODEL}/-/any/{name}#serve"
         yield Case(case_id, "engine", "serving", bind(check, case_id), level, True, quick, limit_s=120.0)
     case_id = f"engine/{MODEL}/-/steps2000/soak#serve"
-    yield Case(case_id, "engine", "soak", bind(_soak, case_id, 2000), "gold", True, limit_s=240.0)
+    yield Case(case_id, "engine", "soak", bind(soak, case_id, 2000), "gold", True, limit_s=240.0)

@@ -34,6 +34,8 @@ from .report import broken, describe, upgrade
 
 __all__ = ["Guard", "Plugin", "check_probe", "check_spec", "file_source", "load_plugin"]
 
+DEVICE_KINDS = ("device", "cpu", "emulated")
+
 _OPTION_TYPES: Final = (int, float, bool, str)
 
 
@@ -258,4 +260,7 @@ def check_probe(candidate: Candidate, answer: Any) -> Ready:
     ids = [device.id for device in devices]
     if not all(isinstance(i, str) and i for i in ids) or len(set(ids)) < len(ids):
         raise broken(candidate, "probe", f"device ids are {ids!r}; they must be different non-empty strings")
+    for device in devices:
+        if device.kind not in DEVICE_KINDS:
+            raise broken(candidate, "probe", f"device '{device.id}' is of kind {device.kind!r}; it must be one of {', '.join(DEVICE_KINDS)}")
     return Ready(tuple(devices))

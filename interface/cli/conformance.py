@@ -56,18 +56,22 @@ def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plu
 @click.option("--dump", type=click.Path(file_okay=False), help="Folder for operands and results of failed cases (.npz).")
 @click.option("--report-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, JUnit, Markdown, HTML and the badge.")
 @click.option("--expected", type=click.Path(dir_okay=False), help="A conformance.toml.  [default: the one in the vendor's package]")
+@click.option("--perf", is_flag=True, help="Measure speed, too, in under three minutes. A whole run for Gold always does.")
+@click.option("--compare", metavar="REPORT", type=click.Path(dir_okay=False), help="An older conformance.json: say what became slower or faster (with --perf).")
+@click.option("--soak", "soak_minutes", metavar="[MINUTES]", type=click.FloatRange(0.02, 60), is_flag=False, flag_value=10.0, default=None, help="Serve for so long, too; 10 without a number, 60 at most.")
 @click.option("--quiet", "-q", is_flag=True, help="No line per failed case on stderr.")
 @_with(_backend, _common)
 def run_command(
     backend: str, backend_opt: tuple[str, ...], plugins_file: Path | None, plugin_paths: tuple[Path, ...], level: str, quick: bool,
     ops: tuple[str, ...], cases: tuple[str, ...], seed: int, jobs: int, fail_fast: bool, dump: str | None, report_dir: Path | None,
-    expected: str | None, quiet: bool, as_json: bool, debug: bool,
+    expected: str | None, perf: bool, compare: str | None, soak_minutes: float | None, quiet: bool, as_json: bool, debug: bool,
 ) -> int:  # fmt: skip
     """Run the suite on a backend and say which level it reaches.
 
     Exit code 0 only if the level is met; of a part (--quick, --op, --case), if nothing failed.
     """
-    from ..conformance.report import write_reports
+    from ..conformance.perf import perf_text
+    from ..conformance.report import compared_lines, write_reports
     from ..conformance.run import RunOptions, run_suite
     from ..conformance.runner import Selection
     from .terminal import escape_controls, say
@@ -76,10 +80,13 @@ def run_command(
         if not quiet and result.status in ("failed", "not run"):
             say(escape_controls(f"{result.status}: {result.id}  [{result.rule}] {result.message}"))
 
+    if compare is not None and not perf and (level != "gold" or quick or ops or cases):
+        raise click.UsageError("--compare needs --perf")
     command = "fastllm conformance " + " ".join(_quoted(a) for a in _typed())
     options = RunOptions(
-        _target(backend, backend_opt, plugins_file, plugin_paths), Selection(level, quick, ops, cases), seed, jobs, fail_fast, dump, expected, command
-    )
+        _target(backend, backend_opt, plugins_file, plugin_paths), Selection(level, quick, ops, cases), seed, jobs, fail_fast, dump, expected, command,
+        perf, compare, soak_minutes or 0.0,
+    )  # fmt: skip
     run = run_suite(options, progress)
     files = [str(p) for p in write_reports(run.report, report_dir)] if report_dir is not None else []
     if as_json:
@@ -90,6 +97,11 @@ def run_command(
         click.echo(f"{counts['passed']} passed / {counts['expected']} expected failures / {counts['n/a']} n/a / {counts['failed'] + counts['not run']} failed  ({run.report['time_s']} s)")
         for reason in run.earned.reasons[:5]:
             click.echo(escape_controls(reason))
+        if run.report["perf"] is not None:
+            for line in perf_text(run.report["perf"]):
+                click.echo(escape_controls(line))
+            for line in compared_lines(run.report["perf"]["compared"]) if compare is not None else ():
+                click.echo(escape_controls(line))
         for file in files:
             click.echo(f"written: {file}")
     return 0 if run.met else 1

@@ -326,10 +326,14 @@ def test_the_backend_that_contributing_shows_works(examples, tmp_path, monkeypat
     [state] = [s for s in json.loads(out) if s["name"] == "acme"]
     assert (state["state"], state["priority"]) == ("ready", 10)
 
-    arguments = ["smollm2", "--plugin", str(plugin), "--fallback", "error", "--json"]
+    arguments = ["smollm2", "--plugin", str(plugin), "--json"]
     code, out, err = call(capsys, "plan", *arguments, "--backend", "acme", "--no-measure")
     assert code == 0, err
-    assert json.loads(out)["fallbacks"] == []
+    left = json.loads(out)["fallbacks"]
+    assert "linear" not in {f["op"] for f in left}
+    assert {f["device"] for f in left} == {"cpu_avx"}
+    code, out, err = call(capsys, "plan", *arguments, "--backend", "acme", "--no-measure", "--fallback", "error")
+    assert code == 5, err
     answers = {}
     for backend in ("ref", "acme"):
         code, out, err = call(
