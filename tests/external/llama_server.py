@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--chat-template", default="")
     parser.add_argument("--chat-template-file", default="")
     parser.add_argument("--pooling", default="")
-    parser.add_argument("--reasoning-format", default="")
+    parser.add_argument("--reasoning", default="auto")
     for flag in ("--embedding", "--reranking", "--metrics", "--slots", "--kv-unified", "--verbose", "--no-ui"):
         parser.add_argument(flag, action="store_true")
     return parser.parse_known_args(arguments)[0]
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         model = with_template(model, TEMPLATES.get(asked.chat_template, asked.chat_template))
     slots = max(1, asked.parallel)
     n_ctx = asked.ctx_size if asked.kv_unified else max(8, asked.ctx_size // slots)
-    setup = Setup(slots, n_ctx, asked.n_predict, asked.seed, asked.slots, asked.verbose, asked.metrics)
+    setup = Setup(slots, n_ctx, asked.n_predict, asked.seed, asked.slots, asked.verbose, asked.reasoning)
     make_app = serve.make_app
     serve.make_app = lambda runtime: Native(make_app(runtime), runtime, setup)
     command = ["server", str(model), "--port", str(asked.port), "-t", "1", "--offline", "--temperature", str(asked.temp)]
@@ -96,6 +96,7 @@ def main(arguments: list[str]) -> int:
     command += ["--api-key", asked.api_key] if asked.api_key else []
     command += ["--embedding", asked.pooling if asked.pooling in ("last", "mean", "cls") else "mean"] if asked.embedding or asked.reranking else []
     command += [] if asked.metrics else ["--no-metrics"]
+    command += ["--no-web"] if asked.no_ui else []
     return run_command(command)
 
 

@@ -1,4 +1,4 @@
-"""A model for the suites: random weights of a small llama, and a tokenizer of 450 tokens with the usual three special ones.
+"""A model for the suites: random weights of a small llama, and a tokenizer of 440 tokens with the usual three special ones.
 
 llama.cpp's suite is written for a model of about that size (its words and counts of tokens are that model's, and no package carries it); the
 other suites ask for no particular model.
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 __all__ = ["make_model"]
 
-HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, VOCAB, CONTEXT = 64, 4, 2, 128, 2, 450, 16384
+HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, TOKENS, CONTEXT = 64, 4, 2, 128, 2, 440, 16384
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -30,11 +30,11 @@ CORPUS = (
 
 def _tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=TOKENS, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([CORPUS] * 2, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
     return tokenizer
@@ -56,9 +56,10 @@ def make_model(folder: Path, template: str = TEMPLATE) -> Path:
         return (rng.standard_normal(shape) * 0.08).astype(np.float32)
 
     tokenizer = _tokenizer()
-    embedding, output = weight(VOCAB, HIDDEN), weight(VOCAB, HIDDEN)
+    vocab = tokenizer.get_vocab_size()
+    embedding, output = weight(vocab, HIDDEN), weight(vocab, HIDDEN)
     embedding[:, 0] = 1.0  # a constant in every row, which the head reads as a bias:
-    output[:, 0] = [0.0 if _said(tokenizer, token) else -5.0 for token in range(VOCAB)]
+    output[:, 0] = [0.0 if _said(tokenizer, token) else -5.0 for token in range(vocab)]
     head = HIDDEN // HEADS
     tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
@@ -78,7 +79,7 @@ def make_model(folder: Path, template: str = TEMPLATE) -> Path:
         "num_key_value_heads": KV_HEADS,
         "intermediate_size": FFN,
         "num_hidden_layers": LAYERS,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

@@ -22,7 +22,7 @@ __all__ = ["Native", "Setup"]
 
 SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stream", "ignore_eos", "cache_prompt", "grammar", "json_schema")
 SAME += ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "min_tokens")
-SEEDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions")
+SEEDED = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/apply-template")
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Setup:
     seed: int = 42
     slots: bool = False
     verbose: bool = False
-    metrics: bool = False
+    reasoning: str = "auto"
 
 
 @dataclass
@@ -266,9 +266,15 @@ class Native:
         raw = await _read(receive)
         try:
             body = json.loads(raw)
-            body.setdefault("seed", self._setup.seed)
+            if "template" not in scope["path"]:
+                body.setdefault("seed", self._setup.seed)
+            if "enable_thinking" in (self._runtime.model.planned.files.chat_template or "") and scope["path"] != "/v1/completions":
+                body["chat_template_kwargs"] = {"enable_thinking": self._setup.reasoning != "off", **(body.get("chat_template_kwargs") or {})}
         except (ValueError, AttributeError):
             await self._forward(scope, raw, send, receive)
+            return
+        if "template" in scope["path"]:
+            await self._forward(scope, body, send, receive)
             return
         if self._setup.n_predict >= 0 and "max_tokens" not in body and "max_completion_tokens" not in body:
             body["max_tokens"] = body.pop("n_predict", self._setup.n_predict)

@@ -108,6 +108,7 @@ SUITES = {
             (f"{LLAMA}/tools/server/tests", f"{LLAMA}/models/templates"),
             f"{LLAMA}/tools/server/tests",
             ("unit",),
+            bounded="test_completion.py or test_compat or test_tokenize or test_security or test_chat_completion.py",
             options=("-m", "not slow"),
         ),
     )
