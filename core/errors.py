@@ -33,6 +33,7 @@ __all__ = [
     "OutOfMemory",
     "PermissionDenied",
     "QueueFull",
+    "RateLimited",
     "RequestTimeout",
     "ShapeError",
     "SwitchedOff",
@@ -168,6 +169,12 @@ class Unavailable(FastLLMError):
     """The server loads its model, drains, or has no process free: try again later (retry_after_s)."""
 
     http_status, code = 503, "unavailable"
+
+
+class RateLimited(FastLLMError):
+    """One key asks for more than its limit: try again later (retry_after_s)."""
+
+    http_status, code = 429, "rate_limited"
 
 
 # 2: the question was wrong --------------------------------------------------------------------------------------------

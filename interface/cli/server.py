@@ -55,6 +55,10 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--model-name", "model_names", multiple=True, envvar="FASTLLM_MODEL_NAME", help="Name that clients use; may be repeated.  [default: the model's]"),
         click.option("--api-key", "api_keys", multiple=True, envvar="FASTLLM_API_KEY", help="A key that clients must send; may be repeated. Process lists show it: better --api-key-file."),
         click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), help="A file with one key a line; SIGHUP reads it again."),
+        click.option("--key-concurrent", type=click.IntRange(1), help="Requests of one key at the same time; more get 429.  [default: no limit]"),
+        click.option("--key-per-minute", type=click.IntRange(1), help="Requests of one key in a minute; more get 429.  [default: no limit]"),
+        click.option("--tls-cert", type=click.Path(dir_okay=False), help="Serve HTTPS with this certificate (PEM, with its chain); SIGHUP reads it again."),
+        click.option("--tls-key", type=click.Path(dir_okay=False), help="The certificate's private key (PEM).  [default: in the file of --tls-cert]"),
         click.option("--insecure", is_flag=True, help="Listen to other machines without asking for a key."),
         click.option("--allowed-host", "allowed_hosts", multiple=True, envvar="FASTLLM_ALLOWED_HOST", help="Further name by which clients may call a local server."),
         click.option("--cors-origin", "cors_origins", multiple=True, envvar="FASTLLM_CORS_ORIGIN", help="Origin of web pages that may call, or *; may be repeated."),
@@ -112,10 +116,14 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
 
     from ..loading import DEFAULT_MODEL, load_model
     from ..server.serve import open_sockets, serve, shown_address
+    from ..server.tls import Tls
     from .terminal import Reporter, say
 
     name = model or DEFAULT_MODEL
     settings, read_keys = _settings(name, values)
+    if values["tls_key"] and not values["tls_cert"]:
+        raise click.UsageError("--tls-key needs --tls-cert")
+    tls = Tls(values["tls_cert"], values["tls_key"]) if values["tls_cert"] else None
     sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
     try:
         with Reporter(quiet=values["quiet"]) as reporter:
@@ -124,7 +132,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
             extra |= {f"kv_cache_{kind}": amount, "prefix_cache": values["prefix_cache"] == "on", "embedding": values["embedding"] is not None}
             options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
             path = _fetch(name, options)
-            addresses = [shown_address(made) for made in sockets]
+            addresses = [shown_address(made, tls is not None) for made in sockets]
             if not values["quiet"]:
                 say(f"fastllm: loading {settings.name}; listening at {', '.join(addresses)}")
 
@@ -139,7 +147,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
 
             load = lambda: load_model(path, options)  # noqa: E731
             defaults = _defaults(values)
-            return asyncio.run(serve(settings, sockets, load, ready=ready, read_keys=read_keys, defaults=defaults))
+            return asyncio.run(serve(settings, sockets, load, ready=ready, read_keys=read_keys, defaults=defaults, tls=tls))
     finally:
         for made in sockets:
             made.close()
@@ -167,6 +175,9 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
 
     read_keys = _key_reader(values)
     keys = tuple(read_keys() if read_keys else values["api_keys"])
+    for limit in ("key_concurrent", "key_per_minute"):
+        if values[limit] is not None and not keys:
+            raise click.UsageError(f"--{limit.replace('_', '-')} limits keys, and there is none: give --api-key-file FILE")
     local = not values["uds"] and all(is_loopback(host, values["port"]) for host in values["hosts"])
     if not local and not values["uds"] and not keys and not values["insecure"]:
         raise click.UsageError(
@@ -199,6 +210,8 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         json_log=values["log_format"] == "json",
         dev=values["dev"],
         embedding=values["embedding"],
+        key_concurrent=values["key_concurrent"],
+        key_per_minute=values["key_per_minute"],
     )
     return settings, read_keys
 

@@ -26,6 +26,7 @@ from ..core.errors import (
     Unavailable,
 )
 from .answers import error_body, error_headers, is_fault
+from .limits import KeyLimits
 from .page import PATHS as PAGE
 from .sse import Receive, Scope, Send, encode
 
@@ -88,11 +89,13 @@ class Gate:
     def __init__(self, app: Any, runtime: Runtime, routes: Iterable[tuple[re.Pattern[str], frozenset[str], str]]):
         self._app, self._runtime, self._routes = app, runtime, list(routes)
         self._settings = runtime.settings
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in self._settings.keys]
+        self._limits = KeyLimits(self._settings.key_concurrent, self._settings.key_per_minute)
+        self.set_keys(self._settings.keys)
 
     def set_keys(self, keys: Iterable[str]) -> None:
         """Replaces the accepted keys (SIGHUP)."""
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._limits.keep(self._keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -117,11 +120,16 @@ class Gate:
                 message = {**message, "headers": [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]}
             await send(message)
 
+        entered: bytes | None = None
         try:
-            self._check(scope, path, methods)
+            key = self._check(scope, path, methods)
             if scope["method"] == "OPTIONS":
                 await self._preflight(scope, send_marked, allowed_origin)
                 return
+            if key is not None and scope["method"] == "POST":
+                visit.close = True  # a body that is refused unread must not be taken for the next request
+                self._limits.enter(key)
+                visit.close, entered = False, key
             await self._app(scope, receive, send_marked)
         except FastLLMError as error:
             await self._failed(send_marked, visit, error)
@@ -129,6 +137,8 @@ class Gate:
             self._runtime.log.fault(visit, error)
             await self._failed(send_marked, visit, EngineError(f"{type(error).__name__}: {error}"))
         finally:
+            if entered is not None:
+                self._limits.leave(entered)
             self._runtime.metrics.answered(visit)
             self._runtime.log.access(visit)
 
@@ -160,15 +170,14 @@ class Gate:
             return given[0]
         return f"req_{secrets.token_hex(12)}"
 
-    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> None:
-        """Raises what keeps the request out."""
+    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> bytes | None:
+        """Raises what keeps the request out; returns the hash of its key, if one was asked for."""
         if self._settings.local and not self._keys:
             self._check_host(scope)
         self._check_origin(scope)
         if scope["method"] == "OPTIONS":
-            return
-        if self._keys and path not in PUBLIC:
-            self._check_key(scope)
+            return None
+        key = self._check_key(scope) if self._keys and path not in PUBLIC else None
         if self._runtime.connections() > MAX_CONNECTIONS and path not in PUBLIC:
             scope["visit"].close = True
             raise Unavailable("too many connections", fix="try again later", retry_after_s=1)
@@ -177,6 +186,7 @@ class Gate:
         if scope["method"] not in methods:
             allow = ", ".join(sorted({*methods, "OPTIONS"}))
             raise MethodNotAllowed(f"{scope['method'][:20]} is not for this route", fix=f"use {allow}", allow=allow)
+        return key
 
     def _hint(self, path: str) -> str:
         if path.rstrip("/").endswith("/embed"):
@@ -204,8 +214,8 @@ class Gate:
             return
         raise PermissionDenied("pages of this origin may not call this server", fix="start the server with --cors-origin ORIGIN")
 
-    def _check_key(self, scope: Scope) -> None:
-        """Exactly one key, in a header, and one of ours. Every comparison takes the same time."""
+    def _check_key(self, scope: Scope) -> bytes:
+        """Exactly one key, in a header, and one of ours: its hash. Every comparison takes the same time."""
         given = set(_values(scope, b"x-api-key"))
         for value in _values(scope, b"authorization"):
             scheme, _, key = value.partition(" ")
@@ -223,6 +233,7 @@ class Gate:
         right = sum(hmac.compare_digest(digest, own) for own in self._keys)  # all of them, so that time tells nothing
         if not right:
             raise AuthenticationError("the API key is wrong", fix=fix)
+        return digest
 
     async def _preflight(self, scope: Scope, send: Send, origin: str) -> None:
         """What a browser asks before it lets a page call. An allowed page may send every header that it asks for: the libraries of both

@@ -26,6 +26,7 @@ from .settings import ServerSettings
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..loading import LoadedModel
+    from .tls import Tls
 
 __all__ = ["is_loopback", "open_sockets", "serve", "shown_address"]
 
@@ -99,13 +100,13 @@ def _open_uds(path: str) -> socket.socket:
     return made
 
 
-def shown_address(made: socket.socket) -> str:
+def shown_address(made: socket.socket, tls: bool = False) -> str:
     """Where clients find a socket."""
     name = made.getsockname()
     if made.family == socket.AF_UNIX:
         return f"unix:{name}"
     host = f"[{name[0]}]" if made.family == socket.AF_INET6 else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{'https' if tls else 'http'}://{host}:{name[1]}"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -126,11 +127,12 @@ async def serve(
     read_keys: Callable[[], Sequence[str]] | None = None,
     defaults: SamplingParams | None = None,
     signals: bool = True,
+    tls: Tls | None = None,
 ) -> int:
     """Serves until `Runtime.stop` or a signal; returns the exit code.
 
     load: makes the model, in a thread; it is closed here at the end. ready: called when requests are taken. read_keys: the keys anew,
-    at SIGHUP. Raises what `load` raises.
+    at SIGHUP. tls: for HTTPS; read anew at SIGHUP as well. Raises what `load` raises.
     """
     loop = asyncio.get_running_loop()
     runtime = Runtime(settings, defaults=defaults)
@@ -149,6 +151,8 @@ async def serve(
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=MAX_HEADER,
     )
+    config.load()
+    config.ssl = None if tls is None else tls.context
     server = _Uvicorn(config)
     runtime.connections = lambda: len(server.server_state.connections)
 
@@ -166,6 +170,12 @@ async def serve(
         tasks.add(asyncio.create_task(runtime.drain()))
 
     def reread() -> None:
+        if tls is not None:
+            try:
+                tls.read()
+                runtime.log.event("certificate", read="again")
+            except UsageError as error:
+                runtime.log.event("certificate", error=str(error))
         if read_keys is not None:
             try:
                 gate.set_keys(read_keys())

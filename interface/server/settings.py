@@ -21,7 +21,8 @@ class ServerSettings:
     besides the local ones; origins: of web pages that may call. local: bound to loopback only, so `Host` must be local. max_tokens:
     new tokens of a request that does not say. max_body: bytes. drain_s: seconds that running requests get at the end. queue_timeout_s:
     seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. web: the
-    page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates.
+    page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates. key_concurrent, key_per_minute:
+    requests of one key, None: no limit.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -47,6 +48,8 @@ class ServerSettings:
     web: bool = True
     preparers: int = 2
     embedding: str | None = None
+    key_concurrent: int | None = None
+    key_per_minute: int | None = None
 
     @property
     def name(self) -> str:

@@ -90,7 +90,7 @@ def server(arguments: list[str]) -> None:
         DEVNULL = -3
 
         @staticmethod
-        def Popen(command: list[str], *, pass_fds: list[int], **more: Any) -> Prepared:  # noqa: N802
+        def Popen(command: list[str], *, pass_fds: list[int], **more: Any) -> Prepared:
             send(ours, command[-1], list(pass_fds))
             return Prepared(receive(ours)[0])
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -145,6 +150,40 @@ def http(server) -> httpx2.Client:
     return server.client
 
 
+@pytest.fixture
+def served(tmp_path, model_folder) -> Iterator[Callable[..., SimpleNamespace]]:
+    """served(*options, form="server") -> a ready process, and a client for it."""
+    running = []
+
+    def start(*options, form=("server",), env=None, model=True):
+        command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
+        environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
+        log = (tmp_path / f"log{len(running)}").open("w+")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)
+        running.append((process, log))
+        url = process.stdout.readline().strip()
+        log.seek(0)
+        assert url, log.read()
+        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:")) if url.startswith("unix:") else None
+        client = httpx2.Client(base_url="http://localhost" if transport else url, transport=transport, timeout=WAIT_S)
+
+        def end(number=signal.SIGTERM):
+            client.close()
+            process.send_signal(number)
+            return process.wait(WAIT_S)
+
+        def said():
+            log.seek(0)
+            return log.read()
+
+        return SimpleNamespace(url=url, http=client, process=process, end=end, said=said)
+
+    yield start
+    for process, log in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        log.close()
 
 
 class Brake:

@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
-import httpx2
 import psutil
 import pytest
 
 WAIT_S = 60
-
-
-@pytest.fixture
-def served(tmp_path, model_folder):
-    """served(*options, form="server") -> a ready process, and a client for it."""
-    running = []
-
-    def start(*options, form=("server",), env=None, model=True):
-        command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
-        environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
-        log = (tmp_path / f"log{len(running)}").open("w+")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)
-        running.append((process, log))
-        url = process.stdout.readline().strip()
-        log.seek(0)
-        assert url, log.read()
-        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:")) if url.startswith("unix:") else None
-        client = httpx2.Client(base_url="http://localhost" if transport else url, transport=transport, timeout=WAIT_S)
-
-        def end(number=signal.SIGTERM):
-            client.close()
-            process.send_signal(number)
-            return process.wait(WAIT_S)
-
-        def said():
-            log.seek(0)
-            return log.read()
-
-        return SimpleNamespace(url=url, http=client, process=process, end=end, said=said)
-
-    yield start
-    for process, log in running:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        log.close()
 
 
 def test_it_serves_logs_without_texts_and_ends_at_a_signal(served):
