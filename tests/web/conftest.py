@@ -18,7 +18,7 @@ from fastllm.server.page import PATHS, Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 CONTEXT = 4096
 
 

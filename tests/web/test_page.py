@@ -6,8 +6,6 @@ import json
 import threading
 from pathlib import Path
 
-import pytest
-
 PROSE = """A **bold** word, $E = mc^2$ and a [link](https://example.org/a?b=1).
 
 | left | right |
@@ -186,6 +184,7 @@ def test_conversations_outlive_the_page_and_are_found_renamed_and_deleted(tab, f
     entries = tab.page.locator(".list li a")
     assert entries.all_inner_texts() == ["Second question", "First question"]
     tab.page.keyboard.press("Control+k")
+    tab.page.locator("#search:focus").wait_for()
     tab.page.keyboard.type("ZEBRA")  # in a message, not in the title
     tab.count(".list li", 1)
     entries.click()
@@ -239,22 +238,20 @@ def test_what_is_exported_can_be_read_and_imported(open_tab, fake, tmp_path):
     assert other.answered("second").locator(".versions").inner_text() == "2/2"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "no json", '{"format": "fastllm-conversations", "version": 1, "conversations": [{"title": 5, "messages": []}]}']
-    + [
-        json.dumps(
-            {"format": "fastllm-conversations", "version": 1, "conversations": [{"title": "t", "messages": [{"id": "a", "role": role, "parent": parent, "content": "x"}]}]}
-        )
-        for role, parent in (("system", None), ("user", "a"), ("user", "b"))
-    ],
-)
-def test_a_file_of_another_kind_is_not_imported(tab, tmp_path, text):
-    file = tmp_path / "bad.json"
-    file.write_text(text)
+def test_a_file_of_another_kind_is_not_imported(tab, tmp_path):
+    def conversation(**more):
+        return json.dumps({"format": "fastllm-conversations", "version": 1, "conversations": [{"title": "t", "messages": [], **more}]})
+
+    def message(role, parent):
+        return conversation(messages=[{"id": "a", "role": role, "parent": parent, "content": "x"}])
+
+    bad = ["", "[]", "no json", conversation(title=5), message("system", None), message("user", "a"), message("user", "b")]
     tab.button("Preferences").click()
-    tab.page.locator("dialog input[type=file]").set_input_files(file)
-    tab.page.get_by_text("bad.json is not a file that this page has exported").wait_for()
+    for number, text in enumerate(bad):
+        file = tmp_path / f"bad{number}.json"
+        file.write_text(text)
+        tab.page.locator("dialog input[type=file]").set_input_files(file)
+        tab.page.get_by_text(f"bad{number}.json is not a file that this page has exported").wait_for()
     assert tab.page.locator(".list li").count() == 0
 
 

@@ -126,8 +126,12 @@ function onKey(event) {
     setPrefs({ theme: dark ? "light" : "dark" });
   } else if (event.shiftKey) return;
   else if (name === "k") {
-    update({ sidebar: true });
-    setTimeout(() => document.getElementById("search").focus());
+    const toSearch = () => document.getElementById("search").focus();
+    if (state.sidebar) toSearch();
+    else {
+      update({ sidebar: true });
+      setTimeout(toSearch); // when it is drawn
+    }
   } else if (name === "b") update({ sidebar: !state.sidebar });
   else if (name === "j") document.getElementById("composer").focus();
   else if (name === ",") open("settings");

@@ -1,6 +1,6 @@
 // The box where a message is written; text files come in by the button, by paste or by drop.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import * as actions from "./chat.js";
 import { t } from "./i18n.js";
 import { pathTo, state, toast, update } from "./state.js";
@@ -33,8 +33,8 @@ export function Composer({ conversation, running, suggestion }) {
   const box = useRef(null);
   const picker = useRef(null);
 
-  useEffect(() => {
-    const draft = drafts.get(id);
+  useLayoutEffect(() => {
+    const draft = drafts.get(id); // at once: what is typed next belongs to this conversation
     setText(draft?.text ?? "");
     setFiles(draft?.files ?? []);
     if (window.innerWidth >= 900) box.current.focus();

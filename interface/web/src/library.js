@@ -32,8 +32,11 @@ async function changed(id) {
   }
 }
 
-// Opens what the address names; the address is the state, so back and forward work.
+let shown = 0;
+
+// Shows a conversation, or for "" a new one. The address names it, so back and forward work.
 export async function show(id) {
+  const turn = ++shown;
   const conversation = state.conversations.find((c) => c.id === id) ?? null;
   if (!conversation) {
     const draft = { settings: { ...state.prefs.settings }, system: state.prefs.system };
@@ -48,12 +51,12 @@ export async function show(id) {
       if (message.status === "streaming") message.status = message.content || message.reasoning ? "cut" : "error"; // the page went meanwhile
     }
   }
-  update({ current: conversation, messages, editing: null });
+  if (turn === shown) update({ current: conversation, messages, editing: null }); // unless another was chosen meanwhile
 }
 
 export async function open(id) {
-  if (location.hash.slice(1) === id) await show(id);
-  else location.hash = id;
+  if (location.hash.slice(1) !== id) history.pushState(null, "", `#${id}`);
+  await show(id);
   if (window.innerWidth < 900) update({ sidebar: false });
 }
 
@@ -69,10 +72,10 @@ export async function startNew() {
   if (window.innerWidth < 900) update({ sidebar: false });
 }
 
-let turn = 0;
+let searched = 0;
 
 export async function search(text) {
-  const own = ++turn;
+  const turn = ++searched;
   const wanted = text.trim().toLowerCase();
   update({ search: text, ...(wanted ? {} : { found: null }) });
   if (!wanted) return;
@@ -80,7 +83,7 @@ export async function search(text) {
   for (const message of await db.allMessages()) {
     if (message.content.toLowerCase().includes(wanted)) found.add(message.conversation);
   }
-  if (own === turn) update({ found });
+  if (turn === searched) update({ found });
 }
 
 export async function change(conversation, patch) {

@@ -12,7 +12,7 @@ import temml from "temml";
 const MAX_TEXT = 200_000; // characters of Markdown
 const MAX_LINE = 20_000;
 const MAX_DEPTH = 40; // of quotes and lists
-const MAX_HIGHLIGHT = 30_000; // characters of a code block
+const MAX_HIGHLIGHT = 20_000; // characters of a code block
 const MAX_MATH = 4_000;
 
 const MATH_TAGS = "math mrow mi mn mo ms mtext mspace mfrac msqrt mroot mstyle merror mpadded mphantom menclose msub msup msubsup munder mover munderover mmultiscripts mprescripts mtable mtr mtd".split(" ");
