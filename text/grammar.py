@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -23,9 +24,10 @@ import numpy as np
 
 from fastllm.core.errors import EngineError, InvalidRequest, InvalidSchema
 
+from .lazy import After, CallGrammar, Lazy
 from .tokenizer import Tokenizer
 
-__all__ = ["After", "Grammar", "GrammarCompiler", "Matcher"]
+__all__ = ["Grammar", "GrammarCompiler", "Matcher"]
 
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
 MAX_DEPTH: Final = 64  # of a schema
@@ -75,7 +77,10 @@ class Matcher:
     def feed(self, token_ids: list[int]) -> bool:
         """Takes the beginning of a text that somebody has written already. False: the grammar does not begin so."""
         self._ready = None
-        return self._matcher.try_consume_tokens(token_ids) == len(token_ids) and not self._matcher.is_error()
+        if self._matcher.try_consume_tokens(token_ids) != len(token_ids) or self._matcher.is_error():
+            return False
+        self._coming = self._worker.submit(self._compute)
+        return True
 
     @property
     def complete(self) -> bool:
@@ -113,27 +118,6 @@ class Grammar:
             if self._first is None:
                 self._first = Matcher(self._compiled.deep_copy(), self._words, self._worker).mask()
             return Matcher(self._compiled.deep_copy(), self._words, self._worker, self._first)
-
-
-class After:
-    """A matcher that begins behind a text, for example the end of reasoning; before it, everything may be said."""
-
-    def __init__(self, inner: Matcher, text: bytes, bytes_of: Callable[[int], bytes]):
-        self._inner, self._text, self._bytes_of = inner, text, bytes_of
-        self._tail, self._begun = b"", False
-
-    def mask(self) -> np.ndarray | None:
-        """As `Matcher.mask`; None: everything may be said."""
-        return self._inner.mask() if self._begun else None
-
-    def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
-        if self._begun:
-            return self._inner.accept(token_id)
-        self._tail += self._bytes_of(token_id)
-        self._begun = self._text in self._tail
-        self._tail = self._tail[-len(self._text) :]
-        return False
 
 
 class _Wrapped:
@@ -205,12 +189,36 @@ class GrammarCompiler:
 
     def after(self, grammar: Grammar, text: str) -> Callable[[], After]:
         """The grammar, from behind a text on that the answer writes first."""
-        tokenizer = self._tokenizer
+        return lambda: After(grammar(), text.encode(), self._bytes_of)
 
-        def bytes_of(token_id: int) -> bytes:
-            return tokenizer.decode_bytes(token_id, skip_special=False) if token_id < tokenizer.vocab_size else b""
+    def calls(
+        self,
+        triggers: Sequence[dict[str, Any]],
+        param: str = "tools",
+        *,
+        reasoning: tuple[str, str] | None = None,
+        in_reasoning: bool = False,
+        one: bool = False,
+    ) -> Callable[[], Lazy]:
+        """Free text in which tool calls are held: `output.call_grammars.lazy` as plain data, for `Lazy`."""
+        made = [
+            CallGrammar(
+                trigger["marker"].encode(),
+                trigger["keep"],
+                re.compile(trigger["pattern"].encode()) if trigger["pattern"] else None,
+                self.grammar(trigger["source"], param),
+            )
+            for trigger in triggers
+        ]
+        markers = None if reasoning is None else (reasoning[0].encode(), reasoning[1].encode())
+        return lambda: Lazy(made, markers, in_reasoning, one, self._bytes_of, self._encode)
 
-        return lambda: After(grammar(), text.encode(), bytes_of)
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self._tokenizer.decode_bytes(token_id, skip_special=False) if token_id < self._tokenizer.vocab_size else b""
+
+    def _encode(self, text: bytes) -> list[int]:
+        assert self._library is not None
+        return list(self._library.tokenize_bytes(text))
 
     def _compiled(self, kind: str, text: str, source: Callable[[], str], param: str) -> Grammar:
         if not isinstance(text, str):

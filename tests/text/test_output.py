@@ -56,9 +56,23 @@ def parse(text, name=None, sizes=None, reasoning=None, **options):
     deltas += parser.feed(text[at:]) + parser.finish()
     for delta in deltas:
         assert bool(delta.reasoning) + bool(delta.content) + (delta.call is not None) == 1
-    calls = [d.call for d in deltas if d.call]
-    assert [c.index for c in calls] == list(range(len(calls)))
-    return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), [(c.name, json.loads(c.arguments)) for c in calls]
+    calls = joined([d.call for d in deltas if d.call])
+    assert parser.num_calls == len(calls)
+    return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), [(name, json.loads(args)) for name, args, _ in calls]
+
+
+def joined(pieces):
+    """[name, arguments, complete] of each call, out of its pieces, which come in order."""
+    calls = []
+    for piece in pieces:
+        if piece.name:
+            assert piece.index == len(calls)
+            calls.append([piece.name, "", False])
+        assert piece.index == len(calls) - 1
+        assert not calls[-1][2]
+        calls[-1][1] += piece.arguments
+        calls[-1][2] |= piece.complete
+    return calls
 
 
 CALLS = [("weather", ONE), ("clock", {})]

@@ -7,14 +7,15 @@
 
 from .formats import FORMATS, CallFormat, detect_format
 from .json_values import json_end
-from .parser import Call, Delta, OutputParser
+from .parser import Delta, OutputParser
 from .reasoning import REASONING, ReasoningFormat, detect_reasoning, starts_in_reasoning
+from .region import CallPiece
 
 __all__ = [
     "FORMATS",
     "REASONING",
-    "Call",
     "CallFormat",
+    "CallPiece",
     "Delta",
     "OutputParser",
     "ReasoningFormat",

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Final
 
-__all__ = ["json_end", "typed_value"]
+__all__ = ["JsonEnd", "PythonEnd", "json_end", "typed_value"]
 
-MAX_DEPTH = 200
+MAX_DEPTH: Final = 200
+
+
+class JsonEnd:
+    """Looks for the end of a JSON object or array, in pieces. Strings are skipped; whether the value is valid inside is not looked at. inside:
+    brackets that are open already, by what closes them."""
+
+    quotes, opening, closing = '"', "{[", "}]"
+
+    def __init__(self, inside: str = ""):
+        self._stack = list(inside)
+        self._quote, self._escaped = "", False
+        self._outside = re.compile(f"[{re.escape(self.opening + self.closing + self.quotes)}]")
+        self._inside = {quote: re.compile(rf"[{quote}\\]") for quote in self.quotes}
+        self._begun = bool(inside)
+
+    def feed(self, text: str, at: int) -> int | None:
+        """The index after the value, which starts or goes on at text[at]; None: it does not end here. Raises ValueError if none can start
+        there, or brackets do not match."""
+        if not self._begun and at < len(text):
+            if text[at] not in self.opening:
+                raise ValueError(f"no JSON object or array at character {at}")
+            self._begun = True
+        if self._escaped and at < len(text):
+            at, self._escaped = at + 1, False
+        while at < len(text):
+            if self._quote:
+                found = self._inside[self._quote].search(text, at)
+                if found is None:
+                    return None
+                at = found.end()
+                if found[0] == self._quote:
+                    self._quote = ""
+                elif at == len(text):
+                    self._escaped = True
+                else:
+                    at += 1
+                continue
+            found = self._outside.search(text, at)
+            if found is None:
+                return None
+            c, at = found[0], found.end()
+            if c in self.quotes:
+                self._quote = c
+            elif c in self.opening:
+                self._stack.append(self.closing[self.opening.index(c)])
+                if len(self._stack) > MAX_DEPTH:
+                    raise ValueError(f"brackets deeper than {MAX_DEPTH} levels")
+            elif self._stack.pop() != c:
+                raise ValueError(f"'{c}' at character {at - 1} closes nothing")
+            if not self._stack:
+                return at
+        return None
+
+
+class PythonEnd(JsonEnd):
+    """The same for brackets and strings of Python."""
+
+    quotes, opening, closing = "\"'", "{[(", "}])"
 
 
 def json_end(text: str, start: int) -> int | None:
-    """The index after the JSON object or array that starts at text[start]; None: it does not end here. Raises ValueError if no object or
-    array can start there or brackets do not match. Strings are skipped; whether the value is valid inside is not looked at."""
-    if start >= len(text):
-        return None
-    if text[start] not in "{[":
-        raise ValueError(f"no JSON object or array at character {start}")
-    stack: list[str] = []
-    inside, escaped = False, False
-    for at in range(start, len(text)):
-        c = text[at]
-        if inside:
-            if escaped:
-                escaped = False
-            elif c == "\\":
-                escaped = True
-            elif c == '"':
-                inside = False
-        elif c == '"':
-            inside = True
-        elif c in "{[":
-            stack.append("}" if c == "{" else "]")
-            if len(stack) > MAX_DEPTH:
-                raise ValueError(f"JSON deeper than {MAX_DEPTH} levels")
-        elif c in "}]":
-            if stack.pop() != c:
-                raise ValueError(f"'{c}' at character {at} closes nothing")
-            if not stack:
-                return at + 1
-    return None
+    """The index after the JSON object or array that starts at text[start]; None: it does not end here. Raises ValueError as `JsonEnd.feed`."""
+    return JsonEnd().feed(text, start)
 
 
 def typed_value(text: str, schema: Any) -> Any:

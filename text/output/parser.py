@@ -5,8 +5,9 @@
         └──────── opening marker ────────┘
 
 Text leaves only when it can no longer change: what may be the start of a marker is held back. Conservation: every character fed comes
-out in exactly one of reasoning, content and calls, or belongs to a marker; a start of a marker that is none is content, and so is a call
-region that turns out to hold no call, or that the answer's end cuts.
+out in exactly one of reasoning, content and calls, or is markup; a start of a marker that is none is content, and so is a call region that
+turns out to hold no call. Where a grammar holds the calls (`stream`), their arguments leave while they are written, and a call that the
+answer's end cuts stays one, without its end; else a call leaves when it is complete, and is content where it is cut.
 """
 
 from __future__ import annotations
@@ -14,19 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .formats import CallFormat, Tools
+from .formats import CallFormat
 from .reasoning import ReasoningFormat
+from .region import CallPiece, Region, Tools
 
-__all__ = ["Call", "Delta", "OutputParser"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A complete call. index: 0, 1, … in order of the answer; arguments: JSON text of an object."""
-
-    index: int
-    name: str
-    arguments: str
+__all__ = ["Delta", "OutputParser"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +28,13 @@ class Delta:
 
     reasoning: str = ""
     content: str = ""
-    call: Call | None = None
+    call: CallPiece | None = None
 
 
 class OutputParser:
     """One answer. reasoning, calls: the model's formats, None: it has none (its markers are then text). tools: name -> schema of the
     parameters, for forms that write values as plain text. in_reasoning: the prompt ends inside of reasoning. strip: white space around calls
-    and after reasoning is markup, not content."""
+    and after reasoning is markup, not content. stream: a grammar holds the calls."""
 
     def __init__(
         self,
@@ -51,8 +44,11 @@ class OutputParser:
         tools: Tools | None = None,
         in_reasoning: bool = False,
         strip: bool = True,
+        stream: bool = False,
     ):
-        self._reasoning, self._calls, self._tools, self._strip = reasoning, calls, tools or {}, strip
+        self._reasoning, self._calls, self._tools, self._strip, self._stream = reasoning, calls, tools or {}, strip, stream
+        self._region: Region | None = None
+        self._next = 0  # index of the next call
         self._state = "reasoning" if in_reasoning and reasoning is not None else "content"
         self._text = ""  # not handed out yet
         self._started = False  # content has left, or a call was read: a format without markers cannot begin any more
@@ -68,7 +64,7 @@ class OutputParser:
     @property
     def in_call(self) -> bool:
         """A call has begun and is not complete."""
-        return self._state == "call"
+        return self._region is not None and self._region.pending
 
     def feed(self, text: str) -> list[Delta]:
         """The next text; returns what can no longer change."""
@@ -81,10 +77,9 @@ class OutputParser:
     def finish(self) -> list[Delta]:
         """The answer has ended: everything that was held back, in order."""
         out: list[Delta] = []
-        while self._text:
-            if self._state == "call":
-                if not self._read_call(out, final=True):
-                    self._give_up(out)
+        while self._text or self._region is not None:
+            if self._region is not None:
+                self._read_call(out, final=True)
             elif self._state == "reasoning":
                 out.append(Delta(reasoning=self._text))
                 self._text = ""
@@ -103,7 +98,7 @@ class OutputParser:
         """One move; False: more text is needed."""
         if not self._text:
             return False
-        if self._state == "call":
+        if self._region is not None:
             return self._read_call(out)
         if self._state == "reasoning":
             assert self._reasoning is not None
@@ -136,32 +131,42 @@ class OutputParser:
         elif self._calls is not None and marker in self._calls.dropped:
             self._text = self._text[at + len(marker) :]
         else:
-            self._text, self._state = self._text[at:], "call"
+            assert self._calls is not None
+            self._text = self._text[at:]
+            self._region = Region(self._calls.read, self._tools, first=self._next, stream=self._stream)
         return True
 
     def _read_call(self, out: list[Delta], final: bool = False) -> bool:
-        assert self._calls is not None
+        """Gives the region all text there is. True: it has ended."""
+        region, text = self._region, self._text
+        assert region is not None
+        self._text = ""
         try:
-            read = self._calls.read(self._text, self._tools, final)
+            pieces = region.feed(text, final=final)
         except (ValueError, TypeError, KeyError, RecursionError):
-            self._give_up(out)
+            self._calls_out(region.take(), out)
+            self._region = None
+            self._give_up(region.unread if not region.open or not final else "", out)
             return True
-        if read is None:
-            return False
-        calls, length = read
-        self._text, self._state, self._skip_blank = self._text[length:], "content", self._strip
-        self._blank = ""  # it stood before a call
-        self._started = True
-        for call in calls:
-            out.append(Delta(call=Call(self.num_calls, call.name, call.arguments)))
-            self.num_calls += 1
-        return True
+        self._calls_out(pieces, out)
+        if region.done:
+            self._region, self._text, self._skip_blank = None, region.rest, self._strip
+        return region.done
 
-    def _give_up(self, out: list[Delta]) -> None:
+    def _calls_out(self, pieces: list[CallPiece], out: list[Delta]) -> None:
+        for piece in pieces:
+            self._blank = ""  # it stood before a call
+            self._started = True
+            self._next = piece.index + 1
+            self.num_calls += piece.complete
+            out.append(Delta(call=piece))
+
+    def _give_up(self, text: str, out: list[Delta]) -> None:
         """The region is no call: its first character is content, and what follows is looked at again."""
-        first, self._text, self._state = self._text[0], self._text[1:], "content"
         self._started = True
-        self._content(out, first)
+        if text:
+            self._text = text[1:]
+            self._content(out, text[0])
 
     def _give(self, text: str, out: list[Delta]) -> None:
         if not text:
