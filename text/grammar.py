@@ -22,15 +22,15 @@ from typing import Any, Final
 import llguidance
 import numpy as np
 
-from fastllm.core.errors import EngineError, InvalidRequest, InvalidSchema
+from fastllm.core.errors import EngineError, InvalidRequest
 
-from .lazy import After, CallGrammar, Lazy
+from .json_schema import check_schema, refused
+from .lazy import After, Budget, CallGrammar, Held, Lazy
 from .tokenizer import Tokenizer
 
 __all__ = ["Grammar", "GrammarCompiler", "Matcher"]
 
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
-MAX_DEPTH: Final = 64  # of a schema
 MAX_KEPT: Final = 256  # compiled grammars
 MAX_KEPT_BYTES: Final = 4 << 20  # of their sources; what is compiled of one is some dozen times as large
 WHITE_SPACE: Final = r"[ \t\n\r]{0,8}"
@@ -156,10 +156,8 @@ class GrammarCompiler:
         try:
             source = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refused("the schema is not JSON", str(error), param) from None
-        if not isinstance(schema, dict | bool):
-            raise _refused(f"the schema is a {type(schema).__name__}", "a JSON schema is an object or a boolean", param)
-        _check_schema(schema, param)
+            raise refused("the schema is not JSON", str(error), param) from None
+        check_schema(schema, param)
         return self._compiled("json_schema", source, lambda: llguidance.LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS), param)
 
     def json_object(self, param: str = "response_format") -> Grammar:
@@ -173,7 +171,7 @@ class GrammarCompiler:
     def choice(self, choices: Sequence[str], param: str = "choice") -> Grammar:
         """One of these texts."""
         if not choices or not all(isinstance(c, str) and c for c in choices):
-            raise _refused("a choice needs at least one text, and none may be empty", "", param)
+            raise refused("a choice needs at least one text, and none may be empty", "", param)
         texts = " | ".join(json.dumps(c, ensure_ascii=False) for c in dict.fromkeys(choices))
         lark = f"start: CHOICE\nCHOICE: {texts}"  # one lexeme: as quick for thousands as for two
         return self._compiled("choice", lark, lambda: llguidance.LLMatcher.grammar_from_lark(lark), param)
@@ -187,9 +185,17 @@ class GrammarCompiler:
 
         return self._compiled("grammar", text, source, param)
 
-    def after(self, grammar: Grammar, text: str) -> Callable[[], After]:
-        """The grammar, from behind a text on that the answer writes first."""
-        return lambda: After(grammar(), text.encode(), self._bytes_of)
+    def after(self, grammar: Grammar, text: str, opening: int | None = None) -> Callable[[], After]:
+        """The grammar, from behind a text on that the answer writes first; opening: it may also begin at once, instead of with this token."""
+        return lambda: After(grammar(), text.encode(), self._bytes_of, opening)
+
+    def budget(
+        self, inner: Callable[[], Held] | None, limit: int, reasoning: tuple[str, str], in_reasoning: bool
+    ) -> Callable[[], Budget]:
+        """At most so many tokens of reasoning. inner: what else holds the answer."""
+        markers = (reasoning[0].encode(), reasoning[1].encode())
+        closing = self._tokenizer.encode(reasoning[1], add_special=False, parse_special=True)
+        return lambda: Budget(inner and inner(), limit, markers, closing, in_reasoning, self._bytes_of, self._words)
 
     def calls(
         self,
@@ -222,13 +228,13 @@ class GrammarCompiler:
 
     def _compiled(self, kind: str, text: str, source: Callable[[], str], param: str) -> Grammar:
         if not isinstance(text, str):
-            raise _refused(f"it is a {type(text).__name__}", "it must be a string", param)
+            raise refused(f"it is a {type(text).__name__}", "it must be a string", param)
         try:
             raw = text.encode()
         except UnicodeEncodeError:
-            raise _refused("it holds half of a character (a lone surrogate)", "", param) from None
+            raise refused("it holds half of a character (a lone surrogate)", "", param) from None
         if len(raw) > MAX_SOURCE:
-            raise _refused(f"it has {len(raw):,} bytes", f"the limit is {MAX_SOURCE:,}", param)
+            raise refused(f"it has {len(raw):,} bytes", f"the limit is {MAX_SOURCE:,}", param)
         key = hashlib.sha256(f"{kind}:".encode() + raw).digest()
         with self._lock:
             if key in self._kept:
@@ -239,14 +245,14 @@ class GrammarCompiler:
         try:
             matcher = llguidance.LLMatcher(self._library, source(), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
         except Exception as error:  # the library raises its own classes, and some that are no class of its own
-            raise _refused("it cannot be read", str(error).partition("\n")[0], param) from None
+            raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
-            raise _refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
+            raise refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
         grammar = Grammar(kind, matcher, self._words, len(raw), self._worker)
         try:
             self._probe(grammar())  # a grammar that is too large to follow is refused here, and not in the middle of an answer
         except EngineError as error:
-            raise _refused("it cannot be enforced", _first_lines(error.why), param) from None
+            raise refused("it cannot be enforced", _first_lines(error.why), param) from None
         with self._lock:
             self._kept[key] = grammar
             self._kept_bytes += len(raw)
@@ -274,28 +280,5 @@ class GrammarCompiler:
         return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
 
 
-def _refused(what: str, why: str, param: str) -> InvalidSchema:
-    return InvalidSchema(f"{param}: {what}{': ' if why else ''}{why}", who=param, why=why, fix=f"correct {param}, or leave it out", param=param)
-
-
 def _first_lines(text: str) -> str:
     return " ".join(line.strip() for line in text.splitlines()[:4])[:400]
-
-
-def _check_schema(schema: Any, param: str) -> None:
-    """Depth, and references that would leave the schema. Not recursive: the depth is a stranger's."""
-    layer, depth = [schema], 0
-    while layer:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise _refused(f"the schema is deeper than {MAX_DEPTH} levels", "", param)
-        below: list[Any] = []
-        for part in layer:
-            if isinstance(part, dict):
-                reference = part.get("$ref")
-                if isinstance(reference, str) and not reference.startswith("#"):
-                    raise _refused(f"the reference {reference[:80]!r} leaves the schema", "only local references (#/…) are followed", param)
-                below += part.values()
-            elif isinstance(part, list):
-                below += part
-        layer = below

@@ -1,6 +1,7 @@
-"""Constraints that begin in the middle of an answer: behind a text (`After`), or where the answer opens a tool call (`Lazy`).
+"""Constraints that begin in the middle of an answer: behind a text (`After`), where it opens a tool call (`Lazy`), or where it has reasoned
+for long enough (`Budget`).
 
-Both are `fastllm.core.request.TokenConstraint`s, used by the engine's thread alone. Outside of their grammar they give no mask, and cost a look at
+They are `fastllm.core.request.TokenConstraint`s, used by the engine's thread alone. Outside of their grammar they give no mask, and cost a look at
 the last bytes. Made by `GrammarCompiler`.
 """
 
@@ -9,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from .grammar import Matcher
 
-__all__ = ["After", "CallGrammar", "Lazy"]
+__all__ = ["After", "Budget", "CallGrammar", "Held", "Lazy"]
 
 MAX_START: Final = 256  # bytes in which a call without a marker must begin
 
@@ -31,25 +32,85 @@ class CallGrammar:
     make: Callable[[], Matcher]
 
 
-class After:
-    """A matcher that begins behind a text, for example the end of reasoning; before it, everything may be said."""
+class Held(Protocol):
+    """What one answer is held to (`fastllm.core.request.TokenConstraint`)."""
 
-    def __init__(self, inner: Matcher, text: bytes, bytes_of: Callable[[int], bytes]):
-        self._inner, self._text, self._bytes_of = inner, text, bytes_of
+    def mask(self) -> np.ndarray | None:
+        """u32 [words], or None: everything may be said."""
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a token. True: the answer is complete."""
+
+
+class After:
+    """A matcher that begins behind a text, for example the end of reasoning; before it, everything may be said. opening: the token that opens
+    reasoning, if the answer may choose to begin with it, or else begins with the matcher."""
+
+    def __init__(self, inner: Matcher, text: bytes, bytes_of: Callable[[int], bytes], opening: int | None = None):
+        self._inner, self._text, self._bytes_of, self._opening = inner, text, bytes_of, opening
         self._tail, self._begun = b"", False
 
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""
+        if self._opening is not None:
+            mask = self._inner.mask().copy()
+            mask[self._opening // 32] |= np.uint32(1 << self._opening % 32)
+            return mask
         return self._inner.mask() if self._begun else None
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
+        if self._opening is not None:
+            self._begun, self._opening = token_id != self._opening, None
+            return self._begun and self._inner.accept(token_id)
         if self._begun:
             return self._inner.accept(token_id)
         self._tail += self._bytes_of(token_id)
         self._begun = self._text in self._tail
         self._tail = self._tail[-len(self._text) :]
         return False
+
+
+class Budget:
+    """Reasoning of at most so many tokens: then the closing marker must come. inner: what else holds the answer. closing_ids: the tokens that write
+    the marker. thinks: the answer starts in reasoning."""
+
+    def __init__(
+        self,
+        inner: Held | None,
+        limit: int,
+        reasoning: tuple[bytes, bytes],
+        closing_ids: Sequence[int],
+        thinks: bool,
+        bytes_of: Callable[[int], bytes],
+        words: int,
+    ):
+        self._inner, self._left, self._opening, self._closing = inner, limit, *reasoning
+        self._ids, self._thinks, self._bytes_of, self._words = list(closing_ids), thinks, bytes_of, words
+        self._tail = b""
+        self._forced = 0  # tokens of the marker that are out
+
+    def mask(self) -> np.ndarray | None:
+        """As `Matcher.mask`; None: everything may be said."""
+        if self._thinks and self._left <= 0:
+            mask, token = np.zeros(self._words, np.uint32), self._ids[self._forced]
+            mask[token // 32] = np.uint32(1 << token % 32)
+            return mask
+        return None if self._inner is None else self._inner.mask()
+
+    def accept(self, token_id: int) -> bool:
+        """As `Matcher.accept`."""
+        if self._thinks and self._left <= 0:
+            self._forced += 1
+            self._thinks = self._forced < len(self._ids)
+        else:
+            self._tail += self._bytes_of(token_id)
+            self._left -= self._thinks
+            marker = self._closing if self._thinks else self._opening
+            if marker in self._tail:
+                self._tail, self._thinks = self._tail[self._tail.index(marker) + len(marker) :], not self._thinks
+            self._tail = self._tail[-max(len(self._opening), len(self._closing)) :]
+        return self._inner is not None and self._inner.accept(token_id)
 
 
 class Lazy:

@@ -209,13 +209,13 @@ def make_app(runtime: Runtime) -> Gate:
             del body
             runtime.check_open()
             visit: Visit = request.scope["visit"]
+            constraint = await runtime.compile(ready)
+            runtime.check_open()
             made = Vectors if embeds else Generation
             generation = made(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
             prefix, writer = WRITERS[kind]
             generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
-            if ready.constraint is not None:
-                generation.constraint = await runtime.compile(ready.constraint, ready.after)
-                runtime.check_open()
+            generation.constraint = constraint
             generation.submit()
             runtime.enter(generation, generation.outbox)
             return Reply(runtime, generation, reply_headers(ready, generation.seed))

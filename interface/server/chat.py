@@ -63,19 +63,23 @@ class ChatWriter:
             if parser.num_calls and not cut:
                 answer.finish_reason = "tool_calls"
         if self._generation.one_call and parser.num_calls:  # what follows the one call is not wanted
-            first = next((i for i, delta in enumerate(deltas) if delta.call), -1)
+            first = next((i for i, delta in enumerate(deltas) if delta.call and delta.call.complete), -1)
             deltas = [] if had_call else deltas[: first + 1]
         return deltas
 
     def _worded(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Chunks of a delta: a call is its name, then its arguments."""
+        """Chunks of a delta: a call is its name, then pieces of its arguments."""
         if delta.call is None:
             kind = "reasoning_content" if delta.reasoning else "content"
             text = delta.reasoning or delta.content
             return [{kind: text}] if text else []
-        at = {"index": delta.call.index}
-        head = {**at, "id": self._call_id(index, delta.call.index), "type": "function", "function": {"name": delta.call.name, "arguments": ""}}
-        return [{"tool_calls": [head]}, {"tool_calls": [{**at, "function": {"arguments": delta.call.arguments}}]}]
+        call, chunks = delta.call, []
+        if call.name:
+            function = {"name": call.name, "arguments": ""}
+            chunks.append({"index": call.index, "id": self._call_id(index, call.index), "type": "function", "function": function})
+        if call.arguments:
+            chunks.append({"index": call.index, "function": {"arguments": call.arguments}})
+        return [{"tool_calls": [chunk]} for chunk in chunks]
 
     def _message(self, index: int, deltas: list[Delta]) -> None:
         """Adds deltas to the message of a choice that is not streamed."""
@@ -83,9 +87,11 @@ class ChatWriter:
         for delta in deltas:
             message["content"] += delta.content
             message["reasoning_content"] += delta.reasoning
-            if delta.call is not None:
-                function = {"name": delta.call.name, "arguments": delta.call.arguments}
+            if delta.call is not None and delta.call.name:
+                function = {"name": delta.call.name, "arguments": ""}
                 message["tool_calls"].append({"id": self._call_id(index, delta.call.index), "type": "function", "function": function})
+            if delta.call is not None:
+                message["tool_calls"][delta.call.index]["function"]["arguments"] += delta.call.arguments
 
     def _call_id(self, index: int, call: int) -> str:
         return f"call_{self._identity.id.rpartition('-')[2][:20]}{index:x}{call:02x}"

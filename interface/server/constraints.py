@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from ..core.errors import InvalidRequest, Unavailable
+from ..core.errors import InvalidRequest, InvalidSchema, Unavailable
 
 if TYPE_CHECKING:
     from ..core.request import TokenConstraint
     from ..text.grammar import GrammarCompiler
+    from .prepare import Prepared
     from .schemas import Sampling
 
 __all__ = ["Compilation", "wanted_constraint"]
@@ -81,20 +82,45 @@ class Compilation:
         self._threads = ThreadPoolExecutor(2, "fastllm-grammar")
         self._waiting = 0
 
-    async def __call__(self, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
-        """The grammar of a request. after: it begins behind this text (the end of reasoning). Raises InvalidRequest, Unavailable."""
+    async def __call__(self, ready: Prepared) -> Callable[[], TokenConstraint] | None:
+        """What holds the answers of a request; None: nothing. Tool calls that need not be held and cannot be are free, with a warning. Raises
+        InvalidRequest, Unavailable."""
+        if ready.constraint is None and ready.thinking.get("budget") is None:
+            return None
         if self._waiting >= MAX_WAITING:
             raise Unavailable("too many grammars are being compiled", fix="try again later", retry_after_s=1)
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, wanted, after)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, ready)
         finally:
             self._waiting -= 1
 
-    def _compile(self, wanted: dict[str, Any], after: str | None) -> Callable[[], TokenConstraint]:
-        compiler = self._compiler()
-        grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=wanted["param"])
-        return compiler.after(grammar, after) if after else grammar
+    def _compile(self, ready: Prepared) -> Callable[[], TokenConstraint] | None:
+        compiler, thinking = self._compiler(), ready.thinking
+        made: Callable[[], TokenConstraint] | None = None
+        if ready.constraint is not None:
+            try:
+                made = self._held(compiler, ready.constraint, ready)
+            except InvalidSchema as error:
+                if not ready.constraint.get("optional"):
+                    raise
+                ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
+                if ready.output is not None:
+                    ready.output["held"] = False
+        if thinking.get("budget") is not None:
+            markers = (thinking["opening"], thinking["closing"])
+            made = compiler.budget(made, thinking["budget"], markers, thinking["inside"])
+        return made
+
+    def _held(self, compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], TokenConstraint]:
+        thinking, param = ready.thinking, wanted["param"]
+        markers = (thinking["opening"], thinking["closing"]) if thinking else None
+        if wanted["kind"] == "calls":
+            one = bool(ready.output and ready.output["one"])
+            inside = bool(thinking and thinking["inside"])
+            return compiler.calls(wanted["source"], param, reasoning=markers, in_reasoning=inside, one=one)
+        grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=param)
+        return compiler.after(grammar, thinking["closing"], thinking["opening_id"]) if thinking.get("after") else grammar
 
     def close(self) -> None:
         """Ends the threads, once they have done what they do."""

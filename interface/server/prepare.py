@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,10 +19,10 @@ from ..core.errors import ContextOverflow, InvalidRequest, ModelFileError, Model
 from ..core.sampling import SamplingParams
 from ..formats.json_text import parse_json
 from ..text import ChatTemplate, RenderedPrompt, Tokenizer
-from ..text.output import REASONING
+from ..text.output import REASONING, detect_reasoning, starts_in_reasoning
 from .constraints import wanted_constraint
 from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Message, Sampling
-from .tools import ToolUse, messages_for, output_spec, tool_use
+from .tools import OutputSpec, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
 __all__ = [
     "Kitchen",
@@ -37,6 +37,9 @@ __all__ = [
     "render_text",
 ]
 
+EFFORTS: Final[dict[str, int | None]] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None}
+"""reasoning_effort -> tokens of reasoning, where the model's template has no such variable."""
+
 PART_KEYS: Final = frozenset(
     "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
 )  # of content parts, in one interface or another: read, or refused
@@ -48,8 +51,9 @@ class Prepared:
 
     prompts: token ids, i32 [n] each. params: of every prompt. echo: texts that precede the answers, one a prompt. ignored: fields
     that have no effect here. warnings: what is done otherwise than asked. constraint: what each answer must look like
-    (`constraints.wanted_constraint`), from behind the text `after` on. output: how its text is read (`tools.OutputSpec` as plain data).
-    detail: what only one interface needs.
+    (`constraints.wanted_constraint`, `tools.calls_constraint`). thinking: the model's markers of reasoning, whether the prompt ends inside, the
+    budget, and whether the constraint begins behind it. output: how its text is read (`tools.OutputSpec` as plain data). detail: what only one
+    interface needs.
     """
 
     prompts: list[np.ndarray] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Prepared:
     ignored: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     constraint: dict[str, Any] | None = None
-    after: str | None = None
+    thinking: dict[str, Any] = field(default_factory=dict)
     output: dict[str, Any] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
 
@@ -84,6 +88,9 @@ class Kitchen:
     max_n: int = 16
     strict: bool = False
     strict_model: bool = False
+    tool_parser: str = "auto"
+    reasoning_format: str = "auto"
+    request_template: bool = False
     longest_token: int = 0
 
     def __post_init__(self) -> None:
@@ -266,25 +273,56 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared) -> None:
         raise InvalidRequest("top_logprobs needs logprobs: true", who="top_logprobs", fix="send both", param="top_logprobs")
     ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     template = _template(kitchen)
-    use = tool_use(body, template)
+    use = tool_use(body, template, kitchen.tool_parser)
     rendered = render_text(kitchen, body, use)
-    _shape_answer(body, use, template, rendered.text, ready)
+    _shape_answer(kitchen, body, use, rendered.text, ready)
     add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked)
 
 
-def _shape_answer(body: ChatBody, use: ToolUse, template: ChatTemplate, prompt: str, ready: Prepared) -> None:
+def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, ready: Prepared) -> None:
     """What the answer must look like, and how it is read."""
-    ready.constraint = wanted_constraint(body)
-    if use.constraint is not None:
-        if ready.constraint is not None:
-            param = str(ready.constraint["param"])
-            raise InvalidRequest(f"{param} and tool_choice both say what the answer looks like", who=param, fix="send one", param=param)
-        ready.constraint = use.constraint
-    spec = output_spec(body, use, template, prompt)
+    template = _template(kitchen)
+    spec = output_spec(use, template, prompt, body.reasoning_format or kitchen.reasoning_format)
+    ready.constraint = wanted = wanted_constraint(body)
+    if use.tools:
+        format = wanted if wanted is not None and str(wanted["param"]).startswith("response_format") else None
+        if wanted is not None and format is None:
+            if use.choice == "required":
+                param = str(wanted["param"])
+                raise InvalidRequest(f"{param} and tool_choice both say what the answer looks like", who=param, fix="send one", param=param)
+        else:  # a call, or the JSON; a call that must happen leaves no place for JSON
+            ready.constraint, why = calls_constraint(use, template, kitchen.tokenizer, None if use.choice == "required" else format)
+            if ready.constraint is None:
+                ready.warnings.append(f"tool calls are not held to their schemas: {why}")
+            elif spec is not None:
+                spec.held, spec.calls = True, use.format
+    for marker in use.banned:
+        token = kitchen.tokenizer.piece_to_id(marker)
+        if token is not None:
+            ready.params = replace(ready.params, logit_bias={**(ready.params.logit_bias or {}), token: -100.0})
     if spec is not None:
         ready.output = spec.as_dict()
-        if spec.in_reasoning and spec.reasoning is not None and ready.constraint is not None:
-            ready.after = REASONING[spec.reasoning].closing
+    _shape_reasoning(kitchen, body, spec, prompt, ready)
+
+
+def _shape_reasoning(kitchen: Kitchen, body: ChatBody, spec: OutputSpec | None, prompt: str, ready: Prepared) -> None:
+    """Where reasoning ends, which is where a form begins; and how long it may be."""
+    name = detect_reasoning("\0".join(_template(kitchen).literals))
+    budget = body.thinking_budget
+    if budget is None and body.reasoning_effort is not None and "reasoning_effort" not in _template(kitchen).variables:
+        budget = EFFORTS[body.reasoning_effort]
+    if name is None:
+        if body.thinking_budget is not None:
+            ready.warnings.append("thinking_budget has no effect: this model does not reason")
+        return
+    form = REASONING[name]
+    inside = starts_in_reasoning(prompt, form)
+    closed = prompt.rstrip().endswith(form.closing)
+    opening = None if inside or closed else kitchen.tokenizer.piece_to_id(form.opening)
+    held = ready.constraint is not None and ready.constraint["kind"] != "calls"
+    ready.thinking = {"opening": form.opening, "closing": form.closing, "inside": inside, "budget": budget}
+    ready.thinking["after"] = held and (inside or opening is not None)
+    ready.thinking["opening_id"] = opening
 
 
 def _template(kitchen: Kitchen) -> ChatTemplate:
@@ -296,7 +334,7 @@ def _template(kitchen: Kitchen) -> ChatTemplate:
 def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) -> RenderedPrompt:
     """The conversation as the model's template writes it. Raises TemplateError, InvalidRequest, ContextOverflow."""
     template = _template(kitchen)
-    use = use or tool_use(body, template)
+    use = use or tool_use(body, template, kitchen.tool_parser)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
@@ -312,11 +350,9 @@ def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) ->
                 param="chat_template_kwargs",
             )
     if body.reasoning_effort is not None:
-        if "reasoning_effort" not in template.variables:
-            raise InvalidRequest(
-                "reasoning_effort has no effect on this model", who="reasoning_effort", fix="leave it out", param="reasoning_effort"
-            )
-        kwargs["reasoning_effort"] = body.reasoning_effort
+        _set_effort(template, body.reasoning_effort, kwargs)
+    if body.thinking_budget is not None and "thinking_budget" in template.variables:
+        kwargs.setdefault("thinking_budget", body.thinking_budget)
     messages = [_message(kitchen, m.model_dump(), i) for i, m in enumerate(body.messages)]
     check_size(kitchen, "".join(m["content"] for m in messages if isinstance(m["content"], str)))
     generate = body.add_generation_prompt is not False and not continues
@@ -326,6 +362,20 @@ def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) ->
         rendered = _cut_after(rendered, messages[-1])
     check_size(kitchen, rendered.text)
     return rendered
+
+
+def _set_effort(template: ChatTemplate, effort: str, kwargs: dict[str, Any]) -> None:
+    """A variable of the template, or a budget of tokens (`_shape_reasoning`). Raises InvalidRequest for a model that does not reason."""
+    if "reasoning_effort" in template.variables:
+        kwargs.setdefault("reasoning_effort", effort)
+        return
+    param = "reasoning_effort"
+    if detect_reasoning("\0".join(template.literals)) is None:
+        raise InvalidRequest(f"{param} has no effect on this model", who=param, fix="leave it out", param=param)
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"{param} is {effort!r:.60}", who=param, fix=f"one of {', '.join(EFFORTS)}", param=param)
+    if effort == "none" and "enable_thinking" in template.variables:
+        kwargs.setdefault("enable_thinking", False)
 
 
 def _message(kitchen: Kitchen, message: dict[str, Any], index: int) -> dict[str, Any]:

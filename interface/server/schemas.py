@@ -149,7 +149,8 @@ class ChatBody(Sampling):
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
     response_format: dict[str, Any] | None = Field(None, description='{"type": "text" | "json_object" | "json_schema", …}.')
-    reasoning_effort: str | None = Field(None, description="Only where the model's template reads it.")
+    reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high.")
+    thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")
     tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -339,7 +340,6 @@ _CHAT_REFUSED: Final = (
         "web_search_options": "",
         "functions": "",
         "function_call": "",
-        "thinking_budget": "",
     }
 )
 _STATELESS: Final = "this server stores nothing: send the whole conversation as input"

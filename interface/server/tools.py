@@ -1,8 +1,8 @@
 """Tools and reasoning of a chat, at preparation: what the template is told, and how the answer's text is to be read.
 
 The template writes tools and calls if it knows them. Otherwise they are described in the system message in the hermes form, and calls and
-results of the conversation become texts in it. Calls that must happen (`required`, a named function) are enforced by a grammar; families
-whose markers are special tokens write those calls in the hermes form, which can be enforced as text.
+results of the conversation become texts in it. Calls are held by a grammar: those that must happen (`required`, a named function) from the
+first token on, others (`auto`) from the marker on that opens them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import InvalidRequest
+from ..text.json_schema import check_schema, refused
 from ..text.output import FORMATS, REASONING, detect_format, detect_reasoning, starts_in_reasoning
+from ..text.output.call_grammars import Lexicon, Unheld, lazy, required
 
 if TYPE_CHECKING:
-    from ..text import ChatTemplate
+    from ..text import ChatTemplate, Tokenizer
     from .schemas import ChatBody
 
-__all__ = ["OutputSpec", "ToolUse", "markers", "messages_for", "output_spec", "tool_use"]
+__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "markers", "messages_for", "output_spec", "tool_use"]
 
-ENFORCED: Final = {  # format -> text before the name, between name and arguments, after them
-    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
-    "llama3-json": ('{"name": ', ', "parameters": ', "}"),
-}
 DESCRIPTION: Final = (
     "You may call functions. They are given as JSON within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
     'To call one, write\n<tool_call>\n{{"name": <name>, "arguments": <object>}}\n</tool_call>'
@@ -34,13 +32,14 @@ DESCRIPTION: Final = (
 @dataclass
 class OutputSpec:
     """How an answer's text is read. calls, reasoning: names of formats; tools: name -> schema; in_reasoning: it starts there; one: the first
-    call ends the answer."""
+    call ends the answer; held: a grammar holds the calls, so their arguments leave while they are written."""
 
     calls: str | None = None
     reasoning: str | None = None
     tools: dict[str, Any] = field(default_factory=dict)
     in_reasoning: bool = False
     one: bool = False
+    held: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -50,52 +49,75 @@ class OutputSpec:
 @dataclass
 class ToolUse:
     """tools: for the template, None where there are none to write. native: the template writes them. format: in which calls are
-    read; schemas: name -> schema of the parameters; constraint: of calls that must happen."""
+    read; schemas: name -> schema of the parameters; choice: auto or required; one: at most one call; strict: what cannot be held is
+    refused; banned: markers that the answer may not write."""
 
-    tools: list[dict[str, Any]] | None
-    native: bool
-    format: str | None
-    schemas: dict[str, Any]
-    constraint: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    native: bool = True
+    format: str | None = None
+    schemas: dict[str, Any] = field(default_factory=dict)
+    choice: str = "auto"
+    one: bool = False
+    strict: bool = False
+    banned: tuple[str, ...] = ()
 
 
-def tool_use(body: ChatBody, template: ChatTemplate) -> ToolUse:
-    """What a body's tools ask for. Raises InvalidRequest for a name that occurs twice, or a choice that names no tool."""
-    tools = [t.model_dump(exclude_none=True) for t in body.tools or []]
-    schemas = {t["function"]["name"]: t["function"].get("parameters") or {"type": "object"} for t in tools}
+def tool_use(body: ChatBody, template: ChatTemplate, parser: str = "auto") -> ToolUse:
+    """What a body's tools ask for. parser: a name of `FORMATS`, or auto: the template tells. Raises InvalidRequest for a name that occurs
+    twice, a schema that is none, or a choice that names no tool."""
+    tools = [t.model_dump(exclude_none=True, include={"type": True, "function": {"name", "description", "parameters", "strict"}}) for t in body.tools or []]
+    schemas = {t["function"]["name"]: t["function"].get("parameters") or {"type": "object", "properties": {}} for t in tools}
     if len(schemas) < len(tools):
         raise InvalidRequest("two tools have one name", who="tools", fix="give each a name of its own", param="tools")
+    for index, schema in enumerate(schemas.values()):
+        param = f"tools[{index}].function.parameters"
+        check_schema(schema, param)
+        if schema.get("type", "object") != "object":
+            raise refused(f"the type is {schema['type']!r:.60}", "arguments are an object", param)
     choice = body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice asks for a call, but there are no tools", who="tool_choice", fix="send tools", param="tool_choice")
-        return ToolUse(None, True, None, {})
+        return ToolUse()
+    detected = detect_format("\0".join(template.literals)) if template.supports_tools else None
+    format = detected or "hermes" if parser == "auto" else parser
     if choice == "none":
-        return ToolUse(None, True, None, {})
-    format = detect_format("\0".join(template.literals)) if template.supports_tools else None
-    native = format is not None
-    wanted = list(schemas)
+        return ToolUse(banned=tuple(m for m in FORMATS[format].markers if len(m) > 1))
+    one = body.parallel_tool_calls is False
     if not isinstance(choice, str | None):
-        if choice.function.name not in schemas:
-            name = choice.function.name
-            raise InvalidRequest(f"tool_choice names {name!r:.60}, which is no tool", who="tool_choice", fix=f"one of {', '.join(wanted)}", param="tool_choice")
-        wanted = [choice.function.name]
-    use = ToolUse(tools, native, format or "hermes", schemas)
-    if choice not in (None, "auto"):
-        use.format = use.format if use.format in ENFORCED else "hermes"
-        single = not isinstance(choice, str | None) or body.parallel_tool_calls is False or use.format == "llama3-json"
-        use.constraint = {"kind": "grammar", "source": _calls_grammar(use.format, {n: schemas[n] for n in wanted}, single), "param": "tools"}
-    return use
+        name = choice.function.name
+        if name not in schemas:
+            raise InvalidRequest(f"tool_choice names {name!r:.60}, which is no tool", who="tool_choice", fix=f"one of {', '.join(schemas)}", param="tool_choice")
+        schemas, one = {name: schemas[name]}, True
+    asked = "auto" if choice in (None, "auto") else "required"
+    strict = asked == "required" or any(t["function"].get("strict") for t in tools)
+    return ToolUse(tools, template.supports_tools and detected is not None, format, schemas, asked, one, strict)
 
 
-def _calls_grammar(format: str, schemas: Mapping[str, Any], single: bool) -> str:
-    """Lark: one call of these functions, or several."""
-    before, between, after = ENFORCED[format]
-    lines = [f"start: call{'' if single else (' (' + json.dumps(chr(10)) + ' call)*')}", "call: " + " | ".join(f"call_{i}" for i in range(len(schemas)))]
-    for i, (name, schema) in enumerate(schemas.items()):
-        lines.append(f"call_{i}: {json.dumps(before + json.dumps(name) + between, ensure_ascii=False)} args_{i} {json.dumps(after)}")
-        lines.append(f"args_{i}: %json {json.dumps({'type': 'object', **schema}, ensure_ascii=False)}")
-    return "\n".join(lines)
+def calls_constraint(use: ToolUse, template: ChatTemplate, tokenizer: Tokenizer, format: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
+    """What holds the calls (`Prepared.constraint`), or None, and why not. format: the JSON that the answer may be instead. For calls that must
+    happen, a family whose form cannot hold the schemas writes them in the hermes form. Raises InvalidSchema."""
+    assert use.format is not None
+    words = Lexicon({tokenizer.id_to_piece(i): i for i in tokenizer.special_ids}, tokenizer.end_ids)
+    texts = "\0".join(template.literals)
+    schema = None if format is None else [format["source"] if format["kind"] == "json_schema" else {"type": "object"}]
+    base = {"param": "tools" if format is None else format["param"], "optional": not use.strict and format is None}
+    try:
+        if use.choice == "required" or schema is not None:
+            try:
+                source = required(use.format, use.schemas, words, use.one, texts, () if use.choice == "required" else schema or ())
+            except Unheld:
+                if use.choice != "required":
+                    raise
+                use.format = "hermes"
+                source = required("hermes", use.schemas, words, use.one, texts)
+            return {**base, "kind": "grammar", "source": source}, ""
+        triggers = [t.as_dict() for t in lazy(use.format, use.schemas, words, use.one)]
+        return {**base, "kind": "calls", "source": triggers}, ""
+    except Unheld as error:
+        if use.strict or schema is not None:
+            raise refused("it cannot be enforced", str(error), str(base["param"])) from None
+        return None, str(error)
 
 
 def messages_for(messages: list[dict[str, Any]], use: ToolUse, template: ChatTemplate) -> list[dict[str, Any]]:
@@ -151,15 +173,14 @@ def _conversation_call(call: Any, where: str) -> dict[str, Any]:
     return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
 
 
-def output_spec(body: ChatBody, use: ToolUse, template: ChatTemplate, prompt: str) -> OutputSpec | None:
-    """How the answer is read; None: it is content, all of it. prompt: as it was rendered."""
-    reasoning = None if body.reasoning_format == "none" else detect_reasoning("\0".join(template.literals))
+def output_spec(use: ToolUse, template: ChatTemplate, prompt: str, reasoning_format: str) -> OutputSpec | None:
+    """How the answer is read; None: it is content, all of it. prompt: as it was rendered; reasoning_format: none leaves reasoning in the content."""
+    reasoning = None if reasoning_format == "none" else detect_reasoning("\0".join(template.literals))
     calls = use.format if use.tools else None
     if reasoning is None and calls is None:
         return None
     starts = reasoning is not None and starts_in_reasoning(prompt, REASONING[reasoning])
-    named = body.tool_choice is not None and not isinstance(body.tool_choice, str)
-    return OutputSpec(calls, reasoning, use.schemas, starts, one=bool(calls) and (body.parallel_tool_calls is False or named))
+    return OutputSpec(calls, reasoning, use.schemas, starts, one=bool(calls) and use.one)
 
 
 def markers(spec: OutputSpec) -> list[str]:

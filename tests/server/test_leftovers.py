@@ -12,6 +12,7 @@ from fastllm.core.errors import EngineError, Unavailable
 from fastllm.server.constraints import MAX_WAITING, Compilation
 from fastllm.server.gate import Visit
 from fastllm.server.log import Log
+from fastllm.server.prepare import Prepared
 
 HI = [{"role": "user", "content": "Hi"}]
 PAGE = "https://chat.example"
@@ -92,14 +93,14 @@ def test_grammars_that_wait_are_counted():
 
     async def ask():
         room = Compilation(Slow)
-        wanted = {"kind": "regex", "source": "a", "param": "regex"}
-        tasks = [asyncio.create_task(room(wanted, None)) for _ in range(MAX_WAITING)]
+        wanted = Prepared(constraint={"kind": "regex", "source": "a", "param": "regex"})
+        tasks = [asyncio.create_task(room(wanted)) for _ in range(MAX_WAITING)]
         await asyncio.sleep(0)
         with pytest.raises(Unavailable):
-            await room(wanted, None)
+            await room(wanted)
         held.set()
         assert await asyncio.gather(*tasks) == ["a"] * MAX_WAITING
-        assert await room(wanted, None) == "a"
+        assert await room(wanted) == "a"
         room.close()
 
     asyncio.run(ask())

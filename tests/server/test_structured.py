@@ -203,3 +203,100 @@ def test_a_template_that_knows_tools_is_told_of_them(thinker):
     prompt = thinker._client.post(f"{url}apply-template", json={"messages": HI, "tools": [WEATHER]}).json()["prompt"]
     assert prompt.startswith('<tool_call>[{')
     assert "You may call functions" not in prompt
+
+
+class Script:
+    """Stands between engine and model, and says a text instead of what the model says, token by token, as far as the request's own grammar
+    lets it; what that refused is noted, and the model's choice is taken. For one request at a time."""
+
+    def __init__(self, server):
+        self._engine, self._runner = server.engine, server.engine._runner
+        self._tokenizer = server.runtime.model.tokenizer
+        server.engine._runner = self
+        self.say("")
+
+    def say(self, text):
+        """From the next request on."""
+        self._ids, self._at, self.refused = [*self._tokenizer.encode(text, add_special=False, parse_special=True), 2], 0, []
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def run(self, batch):
+        if not len(batch.sample_rows):
+            return self._runner.run(batch)
+        rows = batch.sampler()
+        batch.sampler = lambda: rows
+        result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
+        self._at += 1
+        if rows.mask is None or rows.mask[0][token // 32] >> (token % 32) & 1:
+            result.ids[0] = token
+        else:
+            self.refused.append(token)
+        return result
+
+
+@pytest.fixture
+def script(server):
+    made = Script(server)
+    yield made
+    made._engine._runner = made._runner
+
+
+def test_a_call_that_the_model_opens_is_held_and_streamed(client, script):
+    """`auto`: the model is made to say a call; what does not fit the tool's schema it cannot say."""
+    script.say(f"Let me see.\n{CALL}")
+    chunks = list(ask(client, tools=[WEATHER, CLOCK], stream=True, max_tokens=200))
+    assert script.refused == []
+    assert len([c for k in chunks for c in k.choices[0].delta.tool_calls or [] if c.function.arguments]) > 8
+    assert joined(iter(chunks)) == ("", "Let me see.", [("weather", {"n": 3, "k": "a"})], "tool_calls")
+    script.say(CALL.replace("3", "300").replace('"a"', '"z"'))
+    [choice] = ask(client, tools=[WEATHER, CLOCK], max_tokens=300).choices
+    assert script.refused
+    assert fits(json.loads(choice.message.tool_calls[0].function.arguments))
+
+
+def test_text_that_opens_no_call_is_free(client, script):
+    script.say("<tool_cat> and {braces}")
+    [choice] = ask(client, tools=[WEATHER, CLOCK], max_tokens=60).choices
+    assert (choice.message.content, choice.finish_reason, script.refused) == ("<tool_cat> and {braces}", "stop", [])
+
+
+def test_a_call_or_the_json(client, script):
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    asked = {"tools": [WEATHER], "response_format": format, "max_tokens": 300}
+    script.say('{"n": 7, "k": "b"}')
+    [choice] = ask(client, **asked).choices
+    assert (json.loads(choice.message.content), choice.finish_reason) == ({"n": 7, "k": "b"}, "stop")
+    script.say(CALL)
+    [choice] = ask(client, **asked).choices
+    assert (choice.message.content, choice.finish_reason, len(choice.message.tool_calls)) == (None, "tool_calls", 1)
+    script.say("neither")
+    [choice] = ask(client, **asked).choices
+    assert script.refused
+    assert choice.message.tool_calls or fits(json.loads(choice.message.content)) or choice.finish_reason == "length"
+
+
+def test_a_held_call_that_is_cut_is_the_same_streamed_or_not(client, script):
+    script.say(CALL)
+    [choice] = ask(client, tools=[WEATHER], max_tokens=60).choices
+    script.say(CALL)
+    chunks = list(ask(client, tools=[WEATHER], max_tokens=60, stream=True))
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+    pieces = "".join(c.function.arguments for k in chunks for c in k.choices[0].delta.tool_calls or [])
+    assert choice.message.tool_calls[0].function.arguments == pieces
+    assert CALL.count(pieces) == 1
+
+
+def test_a_schema_that_no_grammar_holds_is_refused_or_said(client, http):
+    loose = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}}
+    body = {"messages": HI, "tools": [loose], "max_tokens": 4}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert "not held" in answer.headers["x-fastllm-warning"]
+    for change in ({"tool_choice": "required"}, {"tools": [{**loose, "function": {**loose["function"], "strict": True}}]}):
+        refused = http.post("/v1/chat/completions", json={**body, **change})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_schema")
+    wrong = {**loose, "function": {"name": "f", "parameters": {"properties": {"a": "bar"}}}}
+    refused = http.post("/v1/chat/completions", json={**body, "tools": [wrong]})
+    assert refused.json()["error"]["param"] == "tools[0].function.parameters"

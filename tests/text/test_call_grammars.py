@@ -11,6 +11,7 @@ from fastllm.text import Tokenizer
 from fastllm.text.grammar import GrammarCompiler
 from fastllm.text.output import FORMATS, OutputParser
 from fastllm.text.output.call_grammars import Lexicon, Unheld, lazy, required
+from fastllm.text.output.json_values import JsonEnd
 from tests.interface.conftest import byte_tokenizer
 from tests.text.test_output import DS, OTHER, TEXTS, J, joined
 
@@ -219,15 +220,21 @@ def test_a_call_that_is_cut_keeps_what_has_left(name):
     assert "".join(d.content for d in deltas) == ""
 
 
-def test_a_long_call_is_read_once():
-    """Characters looked at grow with the text, not with its square: a long argument in small pieces is as quick as in large ones."""
-    import time
+def test_a_long_call_is_read_once(monkeypatch):
+    """Characters looked at grow with the text, not with its square."""
+    looked, feed = [0], JsonEnd.feed
 
-    text = '<tool_call>{"name": "weather", "arguments": {"city": "' + "x\\n" * 100_000 + '", "days": 1}}</tool_call>'
+    def counted(self, text, at):
+        end = feed(self, text, at)
+        looked[0] += (len(text) if end is None else end) - at
+        return end
+
+    monkeypatch.setattr(JsonEnd, "feed", counted)
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "' + "x\\n" * 20_000 + '", "days": 1}}</tool_call>'
     for stream in (False, True):
-        started = time.process_time()
+        looked[0] = 0
         parser = OutputParser(None, FORMATS["hermes"], tools=SCHEMAS, stream=stream)
         for at in range(0, len(text), 3):
             parser.feed(text[at : at + 3])
         assert parser.num_calls == 1
-        assert time.process_time() - started < 10  # a second; with each piece from the start it would be minutes
+        assert looked[0] < 2 * len(text)

@@ -115,7 +115,7 @@ def test_an_answer_may_end_only_where_the_grammar_does(tokenizer, compiler):
 @pytest.mark.parametrize(
     ("kind", "source", "why"),
     [
-        ("json_schema", {"properties": {"a": "bar"}}, "object or boolean"),
+        ("json_schema", {"properties": {"a": "bar"}}, "object or a boolean"),
         ("json_schema", {"not": {"type": "string"}}, "not"),
         ("json_schema", {"$ref": "https://example.com/x.json"}, "local"),
         ("json_schema", {"$ref": "#/nothing"}, ""),
