@@ -66,7 +66,7 @@ cdef extern from "program.h" nogil:
         fl_cache cache
         int64_t i[8]
         float f[2]
-        double seconds
+        double seconds, waited
     ctypedef struct fl_check:
         int32_t kind, node, symbol, limit_symbol
         int64_t rows, limit
@@ -446,12 +446,13 @@ cdef class Program:
         return None if status == 0 else (status, fault.node, fault.where, fault.value, fault.limit)
 
     def profile(self, bint on) -> list:
-        """Starts or stops timing; returns (op, node, seconds of the calling thread) of each instruction since the last call."""
+        """Starts or stops timing; returns (op, node, seconds of the calling thread, those at its barrier) of each
+        instruction since the last call."""
         cdef int n
         code = self.program.code
-        times = [(code[n].op, code[n].node, code[n].seconds) for n in range(self.program.n_code)]
+        times = [(code[n].op, code[n].node, code[n].seconds, code[n].waited) for n in range(self.program.n_code)]
         for n in range(self.program.n_code):
-            self.program.code[n].seconds = 0.0
+            self.program.code[n].seconds = self.program.code[n].waited = 0.0
         self.program.profile = on
         return times
 

@@ -7,7 +7,7 @@ Addresses are fixed by the plan, so an instruction holds pointers and integers o
 - **Fusion.** Neighbours become one instruction where nobody else reads what is between them: a norm and the rounding behind it, a linear
   layer and the addition of its residual, the linear layers of gate and up with their activation, and the rounding for the next layer.
   The bits are those of the single ops.
-- **Barriers.** A thread owns rows (norms, additions, rope, cache writes) or columns (a linear layer and the activation behind it). An
+- **Barriers.** A thread owns rows (norms, additions, rope, cache writes); columns of a linear layer go to who is free. An
   instruction waits for the others only if it touches memory that another thread may have written, or may still read, since
   the last barrier: `Access` says what an instruction touches and by whom. Steps of one row need fewer: each thread prepares such a row
   for itself, so barriers are worked out twice, for steps of several rows and for steps of one.
@@ -59,11 +59,12 @@ INDEX, SLOT, PAGES = range(3)
 
 MAX_HEAD: Final = 1024
 """Elements of a head: the attention kernel keeps rows of them on its stack (MAX_WIDTH)."""
-KEY_RANGE: Final = 512
+KEY_RANGE: Final = 256
 """Keys of one range of the attention kernel (FL_RANGE)."""
 PARTIAL_ROWS: Final = 8
-"""Most rows of a step whose attention is cut into key ranges."""
+"""Most rows of a step whose attention is cut into key ranges (FL_PARTIAL_ROWS)."""
 PARTIAL_BYTES: Final = 16 << 20
+"""For what such ranges give. If a step has more of them they are done some at a time."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,6 @@ class _Lowering:
         )  # since the last barrier, in steps of several rows and of one
         self.prepared: list[Prepared] = []
         self.tables: dict[tuple[Any, ...], tuple[View, Access]] = {}
-        self.partials: dict[int, int] = {}
         self.spaces_of: dict[tuple[Any, int], int] = {}
         self.seen: set[tuple[Any, ...]] = set()
         self.node = 0
@@ -286,12 +286,12 @@ class _Lowering:
         y, target = matrix(out), None
         accesses = [access(b, False) for b in biases if b is not None]
         if add is not None:
-            accesses.append(access(add, False, ("columns", count), matrix(add)[3] * 4))
+            accesses.append(access(add, False))
         if codes:
             target = self._buffer((kind, count, out.shape[0]), acts)
             accesses.append(target.whole(True))
         else:
-            accesses.append(access(out, True, ("columns", count), y[3] * 4))
+            accesses.append(access(out, True))
         b = [None if bias is None else vector(bias, "f32") for bias in (*biases, None)][:2]
         self.emit(
             "linear",
@@ -537,19 +537,12 @@ class _Lowering:
         starts, lengths = vector(query_start, "i32"), vector(context_len, "i32")
         self.check(PAGES, starts[0], 0, 0, 0, c[2], lengths[0], t[0], t[3], t[6], c[3])
         query = matrix(q)
-        heads, ranges = query[5], -(-t[6] * c[3] // KEY_RANGE)
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.attention_scratch(c[5], value_dim))
-        row_bytes = heads * ranges * (-(-value_dim // 16) * 16 + 8) * 4
-        held = (
-            min(self.spaces(q.shape[0]), PARTIAL_ROWS, PARTIAL_BYTES // max(row_bytes, 1))
-            if self.threads > 1 and ranges > 1
-            else 0
-        )
-        partials = 0
-        if held:
-            if row_bytes * held not in self.partials:
-                self.partials[row_bytes * held] = self.allocate(row_bytes * held)
-            partials = self.partials[row_bytes * held]
+        heads, ranges = query[5], -(-t[6] * c[3] // KEY_RANGE)
+        pair_bytes = heads * (-(-value_dim // 16) * 16 + 8) * 4
+        rows = min(self.spaces(q.shape[0]), PARTIAL_ROWS)
+        pairs = min(rows * (ranges + 1), max(PARTIAL_BYTES // max(pair_bytes, 1), 4 * PARTIAL_ROWS))
+        partials = self.shared("partials", pair_bytes * pairs) if self.threads > 1 and ranges > 1 and rows else 0
         if attrs["mask"] == "prefix" and prefix is None:
             raise ShapeError("op 'attention' needs the operand 'prefix_len' with mask 'prefix'")
         views = [
@@ -566,8 +559,8 @@ class _Lowering:
         accesses = [access(s, False) for s in inputs[2:] if s is not None]
         accesses += [access(q, False), cache_access(c, False), access(out, True)]
         if partials:
-            accesses.append(Access(partials, partials + row_bytes * held, True))
-        ints = (MASKS.index(attrs["mask"]), attrs["chunk"], attrs["window"], value_dim, ranges, held, partials)
+            accesses.append(Access(partials, partials + pair_bytes * pairs, True))
+        ints = (MASKS.index(attrs["mask"]), attrs["chunk"], attrs["window"], value_dim, pairs if partials else 0, partials)
         self.emit("attention", views, accesses, cache=c, ints=ints, floats=(attrs["scale"], attrs["softcap"]))
 
     def _cache(self, cache: Source) -> tuple[int, int, int, int, int, int, int, int]:
@@ -587,12 +580,9 @@ class _Lowering:
         gate, up, out = *inputs, outputs[0]
         g, y = matrix(gate), matrix(out)
         operands = [s for s in (gate, up) if s is not None]
-        # the columns that the linear layers of gate and up give this thread: no barrier between them and this
-        columns = len(gate.shape) == 2 and all(s.anchor == address_of(s.tensor) for s in (*operands, out))
+        columns = len(gate.shape) == 2  # shared by columns, since there may be one row only
         if columns:
-            part = ("columns", g[6])
-            accesses = [access(s, False, part, matrix(s)[3] * 4) for s in operands]
-            accesses.append(access(out, True, part, y[3] * 4))
+            accesses = [*(access(s, False) for s in operands), access(out, True)]
         else:
             accesses = [*(self.rows(s, False) for s in operands), self.rows(out, True)]
         self.emit(

@@ -49,11 +49,13 @@ class NativeProgram:
             raise EngineError(f"{op}: {REASONS[status].format(where=where, value=value, limit=limit)}", who="cpu_avx")
 
     def profile(self, on: bool = True) -> dict[str, float]:
-        """Switches timing on or off; returns the seconds spent since the last call, per kind of instruction, waiting included."""
+        """Switches timing on or off; returns the seconds spent since the last call, per kind of instruction, and in `wait`, at
+        barriers, the end of a step left out."""
         names = list(OPCODES)
         spent: dict[str, float] = {}
-        for op, _, seconds in self._program.profile(on):
-            spent[names[op]] = spent.get(names[op], 0.0) + seconds
+        for op, _, seconds, waited in self._program.profile(on):
+            spent[names[op]] = spent.get(names[op], 0.0) + seconds - waited
+            spent["wait"] = spent.get("wait", 0.0) + waited
         return spent
 
     def close(self) -> None:

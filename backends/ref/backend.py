@@ -5,7 +5,7 @@ memory that is a numpy array they work in place; on a device's own memory they d
 everything is right from the first minute and only slow.
 
 Cache layout (of this backend's own memory): block = keys [K, block_size, Dk], then values [K, block_size, Dv]; with int8 their codes,
-then the scales of the keys f32 [K, block_size] and those of the values. f32, unless the cache's spec says otherwise (`kv.py`).
+then the scales of the keys f32 [K, block_size, groups] and those of the values. f32, unless the cache's spec says otherwise (`kv.py`).
 """
 
 from __future__ import annotations

@@ -377,8 +377,9 @@ def stored(x, kv):
         bits = x.view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
     if kv == "int8":
-        scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
-        return np.rint(x / scale).astype(np.float32) * scale
+        groups = [x[..., at : at + 64] for at in range(0, x.shape[-1], 64)]
+        scales = [(np.abs(g).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32) for g in groups]
+        return np.concatenate([np.rint(g / scale).astype(np.float32) * scale for g, scale in zip(groups, scales, strict=True)], axis=-1)
     return x
 
 
@@ -474,10 +475,11 @@ def test_sinks_and_alibi_in_every_variant(variant):
     kit.cpu.close()
 
 
-@pytest.mark.parametrize(("heads", "value_dim", "block"), [(16, 40, 64), (3, 64, 16), (40, 9, 7)])
+@pytest.mark.parametrize(("heads", "value_dim", "block"), [(16, 40, 64), (3, 64, 16), (40, 9, 7), (130, 72, 32)])
 def test_values_may_be_a_prefix_of_the_keys(cached, heads, value_dim, block):
-    seqs = Sequences(cached, [200], 1, 64, 0, block)
-    queries, positions = [normal(5, heads, 64, seed=4)], [np.array([0, 7, 100, 198, 199])]
+    key_dim = max(64, value_dim + 16)
+    seqs = Sequences(cached, [200], 1, key_dim, 0, block)
+    queries, positions = [normal(5, heads, key_dim, seed=4)], [np.array([0, 7, 100, 198, 199])]
     found = seqs.attend(queries, positions, value_dim=value_dim)
     k = stored(seqs.keys[0], cached.kv)
     for i, p in enumerate(positions[0]):
@@ -534,6 +536,25 @@ def test_attention_bits_do_not_depend_on_batch_chunks_blocks_or_threads(cached, 
         np.testing.assert_array_equal(seqs.attend(queries, positions, kit=kit, **attrs)[1], together[1])
     other = Sequences(cached, lengths, 3 if dv else 1, dk, dv, 48, seed=0)
     np.testing.assert_array_equal(other.attend(queries, positions, **attrs)[0], together[0])
+    alone.cpu.close()
+    three.cpu.close()
+
+
+@pytest.mark.parametrize("attrs", [{}, {"window": 700}, {"mask": "chunk", "chunk": 500}], ids=str)
+def test_ranges_of_a_long_context_are_merged_in_rounds_where_memory_is_short(cached, attrs, monkeypatch):
+    """Heads and widths as in latent attention: partial results of all ranges at once may take too much memory."""
+    attrs = {"value_dim": 48, **attrs}
+    seqs = Sequences(cached, [2900, 300], 1, 80, 0, 64)
+    queries = [normal(7, 70, 80, seed=1), normal(1, 70, 80, seed=2)]
+    positions = [np.array([2899, 2898, 5, 1400, 2897, 2500, 2000]), np.array([299])]
+    alone, three = (Bench(threads=n, kv_dtype=cached.kv, pin=False) for n in (1, 3))
+    wanted = seqs.attend(queries, positions, kit=alone, **attrs)
+    whole = seqs.attend(queries, positions, kit=three, **attrs)
+    monkeypatch.setattr("fastllm.backends.cpu_avx.lower.PARTIAL_BYTES", 0)  # as little as there is: three ranges of eight rows
+    rounds = seqs.attend(queries, positions, kit=three, **attrs)
+    for s in range(2):
+        np.testing.assert_array_equal(whole[s], wanted[s])
+        np.testing.assert_array_equal(rounds[s], wanted[s])
     alone.cpu.close()
     three.cpu.close()
 

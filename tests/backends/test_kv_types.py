@@ -21,17 +21,22 @@ USABLE = [name for name, why in isa.variants().items() if not why]
 BLOCK, HEADS = 16, 2
 
 
+def as_codes(x):
+    """A group of channels as int8, read back."""
+    if not all(math.isfinite(v) for v in x):
+        return [math.nan] * len(x)
+    scale = float(np.float32(max(map(abs, x))) / np.float32(127))
+    codes = [0 if scale == 0 else max(-127, min(127, round(float(np.float32(v) / np.float32(scale))))) for v in x]
+    return [float(np.float32(code) * np.float32(scale)) for code in codes]
+
+
 def exact(x, dtype):
     """x [D] in f64, rounded as the type says, element by element."""
     x = [float(v) for v in x]
     if dtype == "f32":
         return x
     if dtype == "int8":
-        if not all(math.isfinite(v) for v in x):
-            return [math.nan] * len(x)
-        scale = float(np.float32(max(map(abs, x))) / np.float32(127))
-        codes = [0 if scale == 0 else max(-127, min(127, round(float(np.float32(v) / np.float32(scale))))) for v in x]
-        return [float(np.float32(code) * np.float32(scale)) for code in codes]
+        return [v for at in range(0, len(x), 64) for v in as_codes(x[at : at + 64])]
     bits = 11 if dtype == "f16" else 8
     rounded = []
     for v in x:
@@ -91,9 +96,10 @@ class Cache:
 
 
 @pytest.mark.parametrize("variant", ["ref", *USABLE])
+@pytest.mark.parametrize("dim", [24, 160])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dtype, variant):
-    values = vectors(24)
+def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dtype, dim, variant):
+    values = vectors(dim)
     keys = np.ones_like(values[..., :16])
     with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant) as backend:
         found = Cache(backend, dtype, keys, values).attend(np.ones((20, HEADS, 16), np.float32), list(range(20)), window=1)
@@ -102,10 +108,14 @@ def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dt
 
 
 @pytest.mark.parametrize("variant", USABLE)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (136, 200)])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_cpu_avx_agrees_with_ref_over_what_it_stores(dtype, variant):
+def test_cpu_avx_agrees_with_ref_over_what_it_stores(dtype, key_dim, value_dim, variant):
     rng = np.random.default_rng(5)
-    keys, values, queries = (rng.standard_normal((70, h, d)).astype(np.float32) for h, d in ((HEADS, 40), (HEADS, 24), (6, 40)))
+    shapes = ((HEADS, key_dim), (HEADS, value_dim), (6, key_dim))
+    keys, values, queries = (rng.standard_normal((70, *shape)).astype(np.float32) for shape in shapes)
+    keys[..., :32] *= 30  # groups of different size
+    queries /= 30
     positions = list(range(70))
     with RefBackend() as ref, CpuBackend(threads=2, isa=variant) as cpu:
         wanted = Cache(ref, dtype, keys, values).attend(queries, positions)
@@ -129,8 +139,20 @@ def test_int8_takes_half_the_bytes_and_all_backends_know_every_type():
 def test_codes_of_int8_are_within_half_a_step():
     x = np.random.default_rng(1).standard_normal((50, 64)).astype(np.float32)
     codes, scales = kv.quantise(x)
+    assert scales.shape == (50, 1)
     assert np.abs(codes).max(axis=1).tolist() == [127] * 50
-    assert np.all(np.abs(codes * scales[:, None] - x) <= scales[:, None] * 0.5001)
+    assert np.all(np.abs(codes * scales - x) <= scales * 0.5001)
+
+
+def test_channels_of_another_group_do_not_coarsen_int8():
+    x = np.random.default_rng(2).standard_normal((5, 150)).astype(np.float32)
+    x[:, 64:128] *= 1e4
+    codes, scales = kv.quantise(x)
+    assert scales.shape == (5, 3)
+    for at in (0, 64, 128):
+        alone, scale = kv.quantise(x[:, at : at + 64])
+        np.testing.assert_array_equal(codes[:, at : at + 64], alone)
+        np.testing.assert_array_equal(scales[:, at // 64], scale[:, 0])
 
 
 class Old(RefBackend):

@@ -22,11 +22,13 @@ typedef struct {
 
 /* The cache of one attention layer. A block holds, head after head, keys, values and, for int8, their scales:
  *
- *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]   f32 [block_size] of K   f32 [block_size] of V
- *   values = prefix:  K [block_size][Dk]                             f32 [block_size] of K
+ *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]   f32 [groups of Dk][block_size]   f32 [groups of Dv][block_size]
+ *   values = prefix:  K [block_size][Dk]                             f32 [groups of Dk][block_size]
  *
- * Keys are transposed, so that sixteen tokens are one vector. int8: element = code · scale, one scale per token and head.
+ * Keys are transposed, so that sixteen tokens are one vector. int8: element = code · scale, one scale for each token, head and group of
+ * FL_KV_GROUP channels (the last group may be shorter).
  */
+enum { FL_KV_GROUP = 64 };
 typedef struct {
     char *p;
     int64_t block_bytes, num_blocks;
@@ -34,6 +36,7 @@ typedef struct {
 } fl_cache;
 
 static inline int64_t fl_element_bytes(int32_t dtype) { return dtype == FL_DT_F32 ? 4 : dtype == FL_DT_I8 ? 1 : 2; }
+static inline int32_t fl_kv_groups(int32_t channels) { return (channels + FL_KV_GROUP - 1) / FL_KV_GROUP; }
 /* tokens from one row of transposed keys to the next */
 static inline int64_t fl_key_stride(const fl_cache *c) { return ((int64_t)c->block_size + 15) / 16 * 16; }
 /* bytes from a head's begin to its values, to its scales and to the next head */
@@ -45,8 +48,8 @@ static inline int64_t fl_scales_at(const fl_cache *c) {
     return c->dtype == FL_DT_I8 ? (end + 3) / 4 * 4 : end;
 }
 static inline int64_t fl_head_bytes(const fl_cache *c) {
-    int64_t scales = c->dtype == FL_DT_I8 ? (c->value_dim ? 2 : 1) * (int64_t)c->block_size * 4 : 0;
-    return fl_scales_at(c) + scales;
+    int64_t groups = c->dtype == FL_DT_I8 ? fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim) : 0;
+    return fl_scales_at(c) + groups * c->block_size * 4;
 }
 
 int64_t fl_cache_block_bytes(const fl_cache *cache); /* from everything but block_bytes */
@@ -59,15 +62,18 @@ typedef struct {
     int64_t table_stride, sequences;
     int32_t heads, value_dim, mask, chunk, window;
     float scale, softcap;
-    int32_t ranges;  /* key ranges of FL_RANGE that the longest context may have */
-    float *partials; /* [T][heads][ranges][value_dim + 2], for units of one key range; NULL: each unit does all ranges */
+    /* for units of one key range: results of the ranges [first, first + slots) of every (row, head), and one more, of what is merged so
+     * far: [T][heads][slots + 1][8 + padded value_dim]. NULL: each unit does all ranges. */
+    float *partials;
+    int64_t first, slots;
 } fl_attention;
 
 enum {
-    FL_RANGE = 512,
+    FL_RANGE = 256,
     FL_SUB = 64,
-    FL_TILE = 64
-}; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most */
+    FL_TILE = 64,
+    FL_PARTIAL_ROWS = 8
+}; /* keys of a range and of a softmax step; (row, head) pairs of a unit at most; most rows of a step that is cut into key ranges */
 
 /* How the experts of a row are chosen: the attributes of route_topk. */
 enum { FL_SCORE_SOFTMAX, FL_SCORE_SIGMOID, FL_SCORE_CHOSEN };
@@ -86,9 +92,10 @@ typedef struct {
     void (*rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0, int64_t i1);
     void (*kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                      int64_t i1);
-    /* one unit: rows [row0, row1) of one sequence, one kv head, key ranges [range0, range1); scratch: fl_attention_scratch */
-    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int64_t row0, int64_t row1, int32_t range0,
-                      int32_t range1, void *scratch);
+    /* one unit: rows [row0, row1) of one sequence; query heads of one kv head, from its head0-th on; key ranges [range0, range1);
+     * scratch: fl_attention_scratch */
+    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int32_t head0, int64_t row0, int64_t row1,
+                      int64_t range0, int64_t range1, void *scratch);
     void (*attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
     void (*act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1,
                     int32_t c0, int32_t c1);

@@ -8,6 +8,8 @@
 
 #include "moe.h"
 
+enum { LINEAR_TAIL = 8, LINEAR_FEW = 32 }; /* one strip in so many is given out at the end; rows from which on eight at a time */
+
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
     case FL_SYM_T:
@@ -76,7 +78,25 @@ static int64_t tile_rows(const fl_attention *a) {
     return group >= FL_TILE ? 1 : FL_TILE / group;
 }
 
-/* Units of this run, and whether they are cut into key ranges: only if there is too little to share otherwise. */
+static int64_t head_tiles(const fl_attention *a) { return (a->heads / a->cache.heads + FL_TILE - 1) / FL_TILE; }
+
+static int64_t ranges_of(int64_t keys) { return (keys + FL_RANGE - 1) / FL_RANGE; }
+
+/* Key ranges of a sequence that are units of their own now. */
+static int64_t parts_of(const fl_attention *a, int64_t s) {
+    if (!a->partials) return 1;
+    int64_t left = ranges_of(a->context_len[s]) - a->first;
+    return left < 0 ? 0 : left < a->slots ? left : a->slots;
+}
+
+/* The first key that a row may see. */
+static int64_t first_key(const fl_attention *a, int64_t position) {
+    int64_t lo = a->mask == FL_MASK_CHUNK && position > 0 ? position / a->chunk * a->chunk : 0;
+    return a->window > 0 && position - a->window + 1 > lo ? position - a->window + 1 : lo;
+}
+
+/* Units of this run, and whether they are cut into key ranges: only if there are few to share otherwise. Partial results of i5 (row, range)
+ * pairs have room; a longer context is done some ranges at a time. */
 static void attention_resolve(const fl_program *p, fl_instruction *ins) {
     fl_attention *a = &ins->attention;
     *a = (fl_attention){.q = ins->v[0],
@@ -97,45 +117,54 @@ static void attention_resolve(const fl_program *p, fl_instruction *ins) {
                         .chunk = (int32_t)ins->i[1],
                         .window = (int32_t)ins->i[2],
                         .scale = ins->f[0],
-                        .softcap = ins->f[1],
-                        .ranges = (int32_t)ins->i[4]};
-    int64_t units = 0, longest = 0;
+                        .softcap = ins->f[1]};
+    int64_t units = 0, longest = 0, threads = fl_pool_threads(p->pool);
     for (int64_t s = 0; s < p->S; s++) {
-        units += (a->query_start[s + 1] - a->query_start[s] + tile_rows(a) - 1) / tile_rows(a) * a->cache.heads;
+        units += (a->query_start[s + 1] - a->query_start[s] + tile_rows(a) - 1) / tile_rows(a) * a->cache.heads * head_tiles(a);
         if (a->context_len[s] > longest) longest = a->context_len[s];
     }
-    int threads = fl_pool_threads(p->pool);
-    if (threads > 1 && units < 4 * threads && p->T <= ins->i[5] && longest > FL_RANGE)
-        a->partials = (float *)(intptr_t)ins->i[6];
+    if (threads == 1 || units >= 16 * threads || p->T == 0 || p->T > FL_PARTIAL_ROWS || longest <= FL_RANGE) return;
+    int64_t from = longest, slots = ins->i[4] / p->T - 1;
+    for (int64_t t = 0; t < p->T; t++)
+        if (first_key(a, a->positions[t]) < from) from = first_key(a, a->positions[t]);
+    a->first = from / FL_RANGE;
+    a->slots = ranges_of(longest) - a->first < slots ? ranges_of(longest) - a->first : slots;
+    if (a->slots > 1) a->partials = (float *)(intptr_t)ins->i[5];
 }
 
+static int64_t next_unit(fl_instruction *ins) { return atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed); }
+
 static void attention_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
-    const fl_attention *a = &ins->attention;
-    int64_t tile = tile_rows(a), base = 0, s = 0;
-    for (;;) {
-        int64_t unit = atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed), rows = 0, parts = 1, count = 0;
-        for (; s < p->S; s++, base += count) { /* units come in ascending order: go on from the last sequence */
-            rows = a->query_start[s + 1] - a->query_start[s];
-            parts = a->partials ? (a->context_len[s] + FL_RANGE - 1) / FL_RANGE : 1;
-            if (parts < 1) parts = 1;
-            count = (rows + tile - 1) / tile * a->cache.heads * parts;
-            if (unit < base + count) break;
-        }
-        if (s == p->S) break;
-        int64_t index = unit - base, part = index % parts, head = index / parts % a->cache.heads,
-                at = index / parts / a->cache.heads;
-        at = (rows + tile - 1) / tile - 1 - at; /* the last rows of a prompt see most keys: begin with them */
-        int64_t row0 = a->query_start[s] + at * tile, row1 = row0 + tile;
-        if (row1 > a->query_start[s + 1]) row1 = a->query_start[s + 1];
-        int32_t range0 = a->partials ? (int32_t)part : 0, range1 = a->partials ? range0 + 1 : a->ranges;
-        p->kernels->attention(a, s, (int32_t)head, row0, row1, range0, range1, scratch);
-    }
-    if (!a->partials) return;
-    fl_pool_barrier(p->pool);
+    fl_attention a = ins->attention; /* its ranges move on */
+    const int64_t tile = tile_rows(&a), tiles = head_tiles(&a);
+    int64_t unit = next_unit(ins), base = 0, end = 0;
     for (int64_t s = 0; s < p->S; s++)
-        for (int64_t t = a->query_start[s]; t < a->query_start[s + 1]; t++)
-            for (int32_t h = 0; h < a->heads; h++)
-                if ((t * a->heads + h) % threads == thread) p->kernels->attention_merge(a, s, t, h);
+        if (a.context_len[s] > end) end = a.context_len[s];
+    for (end = ranges_of(end);;) {
+        for (int64_t s = 0; s < p->S; s++) { /* units come in ascending order */
+            const int64_t rows = a.query_start[s + 1] - a.query_start[s], parts = parts_of(&a, s), blocks = (rows + tile - 1) / tile;
+            const int64_t count = blocks * a.cache.heads * tiles * parts;
+            for (; unit < base + count; unit = next_unit(ins)) {
+                int64_t index = unit - base, part = index % parts, head0 = index / parts % tiles * FL_TILE,
+                        head = index / parts / tiles % a.cache.heads, at = index / parts / tiles / a.cache.heads;
+                at = blocks - 1 - at; /* the last rows of a prompt see most keys: begin with them */
+                int64_t row0 = a.query_start[s] + at * tile, row1 = row0 + tile;
+                if (row1 > a.query_start[s + 1]) row1 = a.query_start[s + 1];
+                int64_t range0 = a.partials ? a.first + part : 0, range1 = a.partials ? range0 + 1 : end;
+                p->kernels->attention(&a, s, (int32_t)head, (int32_t)head0, row0, row1, range0, range1, scratch);
+            }
+            base += count;
+        }
+        if (!a.partials) return;
+        fl_pool_barrier(p->pool);
+        for (int64_t s = 0; s < p->S; s++)
+            for (int64_t t = a.query_start[s]; t < a.query_start[s + 1]; t++)
+                for (int32_t h = 0; h < a.heads; h++)
+                    if ((t * a.heads + h) % threads == thread) p->kernels->attention_merge(&a, s, t, h);
+        a.first += a.slots;
+        if (a.first >= end) return;
+        fl_pool_barrier(p->pool);
+    }
 }
 
 /* the rest ------------------------------------------------------------------------------------------------------------- */
@@ -182,10 +211,35 @@ static void norm_prepare(const fl_program *p, const fl_instruction *ins, fl_acts
     }
 }
 
+/* The strips of a linear layer. Most of them are shared beforehand, so that a thread reads one range of memory; the last ones go to who is
+ * free first, since threads are never equally fast: neighbours take their caches, their bandwidth, their core. A strip's bits do not depend
+ * on who computes it. */
+static void linear_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
+    const fl_view *v = ins->v;
+    const int64_t rows = v[1].rows, strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP;
+    const int64_t chunk = rows > LINEAR_FEW ? 8 : 1, tail = threads > 1 ? strips / LINEAR_TAIL / chunk * chunk : 0, own = strips - tail;
+    const fl_target to = {.bias = (const float *)v[0].p,
+                          .up_bias = (const float *)v[2].p,
+                          .add = (const float *)v[3].p,
+                          .y = (float *)v[1].p,
+                          .ldadd = (size_t)v[3].s0,
+                          .ldy = (size_t)v[1].s0,
+                          .codes = ins->codes.data ? &ins->codes : NULL,
+                          .act = (int32_t)ins->i[0]};
+    fl_acts acts;
+    private_acts(p, ins, thread, &acts);
+    int64_t a = own * thread / threads, b = own * (thread + 1) / threads;
+    while (rows > 0 && a < strips) {
+        if (a < b) p->kernels->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
+        a = own + chunk * atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed);
+        b = a + chunk < strips ? a + chunk : strips;
+    }
+}
+
 static void execute(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     const fl_kernels *k = p->kernels;
     const fl_view *v = ins->v;
-    int64_t rows = v[ins->op == FL_OP_LINEAR ? 1 : 0].rows, i0, i1; /* the rows that threads share */
+    int64_t rows = v[0].rows, i0, i1; /* the rows that threads share */
     i0 = rows * thread / threads, i1 = rows * (thread + 1) / threads;
     fl_acts acts;
     switch (ins->op) {
@@ -220,25 +274,12 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         else if (i0 < i1)
             k->linear->prepare(&acts, (const float *)v[0].p, (size_t)v[0].s0, (int)i0, (int)i1);
         break;
-    case FL_OP_LINEAR: {
-        int64_t strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP, a = strips * thread / threads,
-                b = strips * (thread + 1) / threads;
-        const fl_target to = {.bias = (const float *)v[0].p,
-                              .up_bias = (const float *)v[2].p,
-                              .add = (const float *)v[3].p,
-                              .y = (float *)v[1].p,
-                              .ldadd = (size_t)v[3].s0,
-                              .ldy = (size_t)v[1].s0,
-                              .codes = ins->codes.data ? &ins->codes : NULL,
-                              .act = (int32_t)ins->i[0]};
-        private_acts(p, ins, thread, &acts);
-        if (rows > 0 && a < b)
-            k->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
+    case FL_OP_LINEAR:
+        linear_run(p, ins, thread, threads, scratch);
         break;
-    }
     case FL_OP_ACT_MUL: {
         int32_t c0 = 0, c1 = v[0].d2;
-        if (ins->i[1]) { /* the same columns of every row as a linear of this width gives this thread */
+        if (ins->i[1]) {
             int64_t strips = (c1 + FL_STRIP - 1) / FL_STRIP;
             c0 = (int32_t)(strips * thread / threads * FL_STRIP);
             int64_t end = strips * (thread + 1) / threads * FL_STRIP;
@@ -300,10 +341,11 @@ static void walk(void *arg, int thread, int threads, fl_pool *pool) {
     double before = timed ? now() : 0.0;
     for (fl_instruction *ins = p->code; ins < p->code + p->n_code; ins++) {
         if (ins->barrier & mask) fl_pool_barrier(pool);
+        double start = timed ? now() : 0.0;
         execute(p, ins, thread, threads, scratch);
         if (timed) {
             double after = now();
-            ins->seconds += after - before;
+            ins->seconds += after - before, ins->waited += start - before;
             before = after;
         }
     }

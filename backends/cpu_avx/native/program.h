@@ -1,6 +1,7 @@
 /* A compiled step: a flat array of instructions that every thread of the pool walks.
  *
- * Inside an instruction each thread takes its share of rows, strips or attention units; `barrier` says that it must first wait for the
+ * Inside an instruction each thread takes its share of rows, strips or attention units (of the latter two, what is left goes to who is
+ * free first: `next` counts it); `barrier` says that it must first wait for the
  * others (lower.py decides where). In a step of one row every thread prepares the input of a linear layer for itself, in memory of its
  * own (address i1, i2 bytes for each thread): that is cheaper than to wait for the one that does it. So such steps need fewer barriers. Sizes and addresses are fixed when the program is built; only T, S and R change, and are
  * resolved once per run. Nothing is allocated in a run. Every index that a step brings (ids, slots, blocks, context lengths) is checked
@@ -22,7 +23,7 @@ enum {
     FL_OP_ROPE,         /* x, table, out; i0 = r, i1 = pairs */
     FL_OP_KV_WRITE,     /* key, value?, slots; cache */
     FL_OP_ATTENTION, /* q, positions, query_start, context_len, block_table, sinks?, slopes?, prefix_len?, out; cache; i0 mask, i1 chunk,
-                           i2 window, i3 value_dim, i4 ranges, i5 rows that partials hold, i6 address of partials; f0 scale, f1 softcap */
+                           i2 window, i3 value_dim, i4 (row, range) pairs that partials hold, i5 address of partials; f0 scale, f1 softcap */
     FL_OP_PREPARE, /* x, norm weight?; acts; i0 = 1: rms_norm first, f0 = its eps; i1, i2: private acts */
     FL_OP_LINEAR,  /* bias?, out, up_bias?, add?; weight, up?, acts, codes?; i0 = activation; i1, i2: private acts */
     FL_OP_ACT_MUL, /* gate, up?, out; i0 = kind, i1 = split columns instead of rows */
@@ -53,7 +54,7 @@ typedef struct {
     int64_t i[FL_INTS];
     float f[FL_FLOATS];
     fl_attention attention; /* filled in per run */
-    double seconds;         /* of thread 0, while `profile` is set */
+    double seconds, waited; /* of thread 0, while `profile` is set: all, and at the barrier before it */
     _Alignas(64) atomic_llong next;
 } fl_instruction;
 

@@ -9,11 +9,12 @@
  *
  * Both products are `product_n`: a register block of FL_Q pairs × FL_V vectors, one fused multiply-add per term, terms in ascending
  * order. Cached elements become f32 on the way (exactly), either in that loop or, where a unit has many pairs, once before it in scratch
- * (`stage`). For int8 the codes are multiplied; scores take the scale of each key after the sum, and weights that of each value before.
+ * (`stage`). For int8 a key's element is code · scale, rounded; of values the codes are multiplied, with weights that took the scale of
+ * their group of channels before.
  *
  * Steps are summed within ranges of FL_RANGE keys, and the ranges' results are merged in ascending order. A unit may cover one range
- * (several threads then share a long context, and `attention_merge` adds up what they left) or all of them: the arithmetic is the
- * same, so bits depend neither on the threads, nor on the batch, nor on how a prompt was cut.
+ * (several threads then share a long context, and `attention_merge` adds up what they left, some ranges at a time) or all of them: the
+ * arithmetic is the same, so bits depend neither on the threads, nor on the batch, nor on how a prompt was cut.
  */
 #include "ops.h"
 #include "vec.h"
@@ -27,6 +28,8 @@ enum { FL_Q = 6, FL_V = 2 };
 enum { FL_Q = 4, FL_V = 2 };
 #endif
 enum { SROW = FL_SUB + 16, STAGED = 16, MAX_WIDTH = 1024 }; /* STAGED: pairs from which on a step is brought to f32 first */
+
+enum { SCALED = 16 }; /* type of int8 keys: codes times the scales of their token and group */
 
 #define LOG2_E 1.44269504f
 
@@ -46,74 +49,97 @@ FL_INLINE span visible(const fl_attention *a, int64_t s, int64_t row) {
     return v;
 }
 
-FL_INLINE const char *at(const char *p, int64_t i, int dtype) { return p + i * fl_element_bytes(dtype); }
+FL_INLINE int64_t bytes_of(int dtype) { return fl_element_bytes(dtype == SCALED ? FL_DT_I8 : dtype); }
+FL_INLINE const char *at(const char *p, int64_t i, int dtype) { return p + i * bytes_of(dtype); }
 
 FL_INLINE wide load_wide(const char *p, int64_t i, int dtype) {
     const char *e = at(p, i, dtype);
     if (dtype == FL_DT_F16) return wide_f16((const uint16_t *)e);
     if (dtype == FL_DT_BF16) return wide_bf16((const uint16_t *)e);
-    if (dtype == FL_DT_I8) return wide_i8((const int8_t *)e);
+    if (dtype == FL_DT_I8 || dtype == SCALED) return wide_i8((const int8_t *)e);
     return wide_f32((const float *)e);
 }
 
-/* y[i][c] (+)= Σ_k x[i][k] · b[k][c] for Q pairs i, V vectors of columns c and k in [k0, k1), ascending; b has rows of `ldb` elements.
- * `ahead`: while row k is used, row k of the matrix there is fetched, which is needed next. */
-FL_INLINE void product_n(int Q, int V, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
-                         const char *ahead, float *const *y, int32_t column, int add) {
+/* A matrix of a product: rows of `ldb` elements; ahead: while row k is used, row k of the matrix there is fetched, which is needed
+ * next; scale: for SCALED, [group of rows][SROW], of every column. */
+typedef struct {
+    const char *p, *ahead;
+    int64_t ld;
+    const float *scale;
+} factor;
+
+/* y[i][c] (+)= Σ_k x[i][k] · b[k][c] for Q pairs i, V vectors of columns c and k in [k0, k1), ascending. */
+FL_INLINE void product_n(int Q, int V, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b, float *const *y,
+                         int32_t column, int add) {
+    const char *p = b->p, *ahead = dtype == FL_DT_F32 ? NULL : b->ahead;
+    const int64_t ldb = b->ld;
     wide_sum sum[6][4];
     for (int i = 0; i < Q; i++)
         for (int v = 0; v < V; v++) {
             const wide none = {0};
             sum[i][v] = wide_sum_of(add ? wide_f32(y[i] + column + v * FL_WIDE) : none);
         }
-    for (int32_t k = k0; k < k1; k++) {
-        wide u[4];
-        for (int v = 0; v < V; v++) u[v] = load_wide(b, k * ldb + column + v * FL_WIDE, dtype);
-        if (ahead)
-            for (int64_t line = 0; line < V * FL_WIDE * fl_element_bytes(dtype); line += 64)
-                __builtin_prefetch(at(ahead, k * ldb + column, dtype) + line);
-        for (int i = 0; i < Q; i++)
-            for (int v = 0; v < V; v++) sum[i][v] = wide_fma(sum[i][v], x[i][k], u[v]);
+    for (int32_t k = k0, part; k < k1; k = part) {
+        wide scale[4];
+        part = k1;
+        if (dtype == SCALED) {
+            if (k1 - k > FL_KV_GROUP) part = k + FL_KV_GROUP; /* k0 is the begin of a group */
+            for (int v = 0; v < V; v++) scale[v] = wide_f32(b->scale + k / FL_KV_GROUP * SROW + column + v * FL_WIDE);
+        }
+        for (; k < part; k++) {
+            wide u[4];
+            for (int v = 0; v < V; v++) {
+                u[v] = load_wide(p, k * ldb + column + v * FL_WIDE, dtype);
+                if (dtype == SCALED) u[v] = u[v] * scale[v];
+            }
+            if (ahead)
+                for (int64_t line = 0; line < V * FL_WIDE * bytes_of(dtype); line += 64)
+                    __builtin_prefetch(at(ahead, k * ldb + column, dtype) + line);
+            for (int i = 0; i < Q; i++)
+                for (int v = 0; v < V; v++) sum[i][v] = wide_fma(sum[i][v], x[i][k], u[v]);
+        }
     }
     for (int i = 0; i < Q; i++)
         for (int v = 0; v < V; v++) wide_store(y[i] + column + v * FL_WIDE, wide_value(sum[i][v]));
 }
 
 /* All columns [0, width) for Q pairs. Writes whole vectors. */
-FL_INLINE void product_rows(int Q, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
-                            const char *ahead, float *const *y, int32_t width, int add) {
+FL_INLINE void product_rows(int Q, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b, float *const *y,
+                            int32_t width, int add) {
     int32_t c = 0;
-    for (; c + FL_V * FL_WIDE <= width; c += FL_V * FL_WIDE) product_n(Q, FL_V, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
-    for (; FL_V == 4 && c + FL_WIDE < width; c += 2 * FL_WIDE) product_n(Q, 2, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
-    for (; c < width; c += FL_WIDE) product_n(Q, 1, dtype, x, k0, k1, b, ldb, ahead, y, c, add);
+    for (; c + FL_V * FL_WIDE <= width; c += FL_V * FL_WIDE) product_n(Q, FL_V, dtype, x, k0, k1, b, y, c, add);
+    for (; FL_V == 4 && c + FL_WIDE < width; c += 2 * FL_WIDE) product_n(Q, 2, dtype, x, k0, k1, b, y, c, add);
+    for (; c < width; c += FL_WIDE) product_n(Q, 1, dtype, x, k0, k1, b, y, c, add);
 }
 
 /* Any number of pairs up to FL_Q, for one type of b. */
-FL_INLINE void product_typed(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
-                             const char *ahead, float *const *y, int32_t width, int add) {
-    if (n == 1) product_rows(1, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+FL_INLINE void product_typed(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b, float *const *y,
+                             int32_t width, int add) {
+    if (n == 1) product_rows(1, dtype, x, k0, k1, b, y, width, add);
     else if (n == 2)
-        product_rows(2, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_rows(2, dtype, x, k0, k1, b, y, width, add);
     else if (n == 3)
-        product_rows(3, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_rows(3, dtype, x, k0, k1, b, y, width, add);
     else if (n == 4)
-        product_rows(4, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_rows(4, dtype, x, k0, k1, b, y, width, add);
     else if (n == 5)
-        product_rows(5, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_rows(5, dtype, x, k0, k1, b, y, width, add);
     else
-        product_rows(6, dtype, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_rows(6, dtype, x, k0, k1, b, y, width, add);
 }
 
-static void product(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const char *b, int64_t ldb,
-                    const char *ahead, float *const *y, int32_t width, int add) {
+static void product(int n, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b, float *const *y,
+                    int32_t width, int add) {
     if (k0 >= k1 && add) return;
-    if (dtype == FL_DT_F16) product_typed(n, FL_DT_F16, x, k0, k1, b, ldb, ahead, y, width, add);
+    if (dtype == FL_DT_F16) product_typed(n, FL_DT_F16, x, k0, k1, b, y, width, add);
     else if (dtype == FL_DT_BF16)
-        product_typed(n, FL_DT_BF16, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_typed(n, FL_DT_BF16, x, k0, k1, b, y, width, add);
     else if (dtype == FL_DT_I8)
-        product_typed(n, FL_DT_I8, x, k0, k1, b, ldb, ahead, y, width, add);
+        product_typed(n, FL_DT_I8, x, k0, k1, b, y, width, add);
+    else if (dtype == SCALED)
+        product_typed(n, SCALED, x, k0, k1, b, y, width, add);
     else
-        product_typed(n, FL_DT_F32, x, k0, k1, b, ldb, NULL, y, width, add);
+        product_typed(n, FL_DT_F32, x, k0, k1, b, y, width, add);
 }
 
 /* Pairs of the next product, of those left: parts of equal size rather than one small rest. */
@@ -125,7 +151,8 @@ FL_INLINE int share(int left) {
 /* acc[i] += Σ_j p[i][j] · v[j] over the tokens [from[i], to[i]) of [j0, j1), for up to FL_Q pairs: the tokens that all of them see
  * together, the rest one by one, each in ascending order. */
 static void values_spans(int n, int dtype, const float *const *p, const int32_t *from, const int32_t *to, int32_t j0,
-                         int32_t j1, const char *v, int64_t ldv, const char *ahead, float *const *acc, int32_t width) {
+                         int32_t j1, const factor *v, float *const *acc, int32_t width) {
+    const factor rest = {v->p, NULL, v->ld, NULL};
     int32_t lo = j0, hi = j1;
     for (int i = 0; i < n; i++) {
         if (from[i] > lo) lo = from[i];
@@ -135,12 +162,12 @@ static void values_spans(int n, int dtype, const float *const *p, const int32_t 
     if (hi < lo) hi = lo;
     for (int i = 0; i < n; i++) {
         int32_t a = from[i] > j0 ? from[i] : j0, b = to[i] < lo ? to[i] : lo;
-        product(1, dtype, p + i, a, b, v, ldv, NULL, acc + i, width, 1);
+        product(1, dtype, p + i, a, b, &rest, acc + i, width, 1);
     }
-    product(n, dtype, p, lo, hi, v, ldv, ahead, acc, width, 1);
+    product(n, dtype, p, lo, hi, v, acc, width, 1);
     for (int i = 0; i < n; i++) {
         int32_t a = from[i] > hi ? from[i] : hi, b = to[i] < j1 ? to[i] : j1;
-        product(1, dtype, p + i, a, b, v, ldv, NULL, acc + i, width, 1);
+        product(1, dtype, p + i, a, b, &rest, acc + i, width, 1);
     }
 }
 
@@ -169,9 +196,10 @@ FL_INLINE void finish(const fl_attention *a, int64_t row, int32_t head, float M,
     for (int32_t c = 0; c < a->value_dim; c++) y[c] = O[c] * factor / L;
 }
 
-FL_INLINE float *partial(const fl_attention *a, int64_t row, int32_t head, int64_t range) {
+/* Slot `slot` of a (row, head): maximum, sum, six unused, then the values. */
+FL_INLINE float *partial(const fl_attention *a, int64_t row, int32_t head, int64_t slot) {
     int64_t width = (a->value_dim + 15) / 16 * 16;
-    return a->partials + ((row * a->heads + head) * a->ranges + range) * (width + 8);
+    return a->partials + ((row * a->heads + head) * (a->slots + 1) + slot) * (width + 8);
 }
 
 static void zero_row(const fl_attention *a, int64_t row, int32_t head) {
@@ -179,19 +207,24 @@ static void zero_row(const fl_attention *a, int64_t row, int32_t head) {
 }
 
 void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t s, int64_t row, int32_t head) {
-    float O[MAX_WIDTH], M = -INFINITY, L = 0.0f;
     span v = visible(a, s, row);
     if (v.lo >= v.hi) {
         zero_row(a, row, head);
         return;
     }
+    const int64_t begin = v.lo / FL_RANGE, end = (v.hi + FL_RANGE - 1) / FL_RANGE, last = a->first + a->slots;
+    if (begin >= last || end <= a->first) return;
     int32_t width = (a->value_dim + 15) / 16 * 16;
-    memset(O, 0, sizeof(float) * (size_t)width);
-    for (int64_t r = v.lo / FL_RANGE; r * FL_RANGE < v.hi; r++) {
-        const float *part = partial(a, row, head, r);
-        merge(&M, &L, O, part[0], part[1], part + 8, width);
+    float *so_far = partial(a, row, head, a->slots), *O = so_far + 8;
+    if (begin >= a->first) {
+        so_far[0] = -INFINITY, so_far[1] = 0.0f;
+        memset(O, 0, sizeof(float) * (size_t)width);
     }
-    finish(a, row, head, M, L, O);
+    for (int64_t r = begin > a->first ? begin : a->first; r < end && r < last; r++) {
+        const float *part = partial(a, row, head, r - a->first);
+        merge(&so_far[0], &so_far[1], O, part[0], part[1], part + 8, width);
+    }
+    if (end <= last) finish(a, row, head, so_far[0], so_far[1], O);
 }
 
 /* Scores and weights of one step of a unit. */
@@ -204,14 +237,13 @@ typedef struct {
 } step;
 
 /* Final scores of a pair: scaled, capped and biased, in units of log 2; −inf where it does not see a token. Returns the largest. */
-FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i, const float *kscale) {
+FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i) {
     const f32xw iota = FL_LANE_NUMBERS;
     int32_t from = w->from[i], to = w->to[i];
     float *s = w->score[i];
     f32xw top = setw(-INFINITY);
     for (int32_t j = from / 16 * 16; j < (to + 15) / 16 * 16; j += FL_WIDE) {
         f32xw x = loadw(s + j);
-        if (kscale) x = x * loadw(kscale + j);
         if (a->softcap > 0.0f) {
             storew(s + j, x * a->scale);
             for (int32_t k = j; k < j + FL_WIDE; k += 8) store8(s + k, a->softcap * tanh8(load8(s + k) / a->softcap));
@@ -230,13 +262,12 @@ FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i, c
     return topw(top);
 }
 
-/* Scores of a step become weights; the running m, l and acc of every pair are brought along. kscale, vscale: of the keys and values of
- * the step, NULL where the cache holds none. */
-static void step_softmax(const fl_attention *a, step *w, const float *kscale, const float *vscale, int32_t width) {
+/* Scores of a step become weights; the running m, l and acc of every pair are brought along. */
+static void step_softmax(const fl_attention *a, step *w, int32_t width) {
     float keep[FL_TILE] = {0.0f};
     for (int32_t i = 0; i < w->n; i++) {
         if (w->from[i] >= w->to[i]) continue;
-        float top = largest_score(a, w, i, kscale), now = top > w->m[i] ? top : w->m[i];
+        float top = largest_score(a, w, i), now = top > w->m[i] ? top : w->m[i];
         keep[i] = now > w->m[i] ? w->m[i] - now : 0.0f;
         w->m[i] = now;
     }
@@ -257,7 +288,7 @@ static void step_softmax(const fl_attention *a, step *w, const float *kscale, co
             for (int32_t j = from / 16 * 16 + part; j < (to + 15) / 16 * 16; j += 16) {
                 f32xw p = exp2w(loadw(s + j) - w->m[i]);
                 sum += p;
-                storew(s + j, vscale ? p * loadw(vscale + j) : p);
+                storew(s + j, p);
             }
             storew(l + part, sum);
         }
@@ -279,21 +310,24 @@ FL_INLINE piece piece_at(const fl_cache *c, const int32_t *blocks, int32_t head,
                    (int32_t)(left < end - j ? left : end - j)};
 }
 
-/* Scales of the keys [from, to) of a step and of their values. */
+/* Scales of the keys [from, to) of a step, [groups][SROW], and of their values. */
 static void stage_scales(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
                          float *kscale, float *vscale) {
+    const int32_t groups = fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim);
     for (int32_t j = from; j < to;) {
         piece part = piece_at(c, blocks, head, first, j, to);
         const float *scales = (const float *)(part.head + fl_scales_at(c)) + part.offset;
-        memcpy(kscale + j, scales, (size_t)part.count * sizeof(float));
-        memcpy(vscale + j, scales + (c->value_dim ? c->block_size : 0), (size_t)part.count * sizeof(float));
+        for (int32_t g = 0; g < groups; g++, scales += c->block_size) {
+            int32_t v = g - fl_kv_groups(c->key_dim);
+            memcpy((v < 0 ? kscale + g * SROW : vscale + v * SROW) + j, scales, (size_t)part.count * sizeof(float));
+        }
         j += part.count;
     }
 }
 
-/* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]. */
-static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to, float *kt,
-                  float *v, int32_t width) {
+/* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]; int8 keys with their scales, values without. */
+static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
+                  const float *kscale, float *kt, float *v, int32_t width) {
     const int dtype = c->dtype;
     int64_t stride = fl_key_stride(c);
     for (int32_t j = from; j < to;) {
@@ -301,18 +335,22 @@ static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_
         if (c->value_dim) {
             const char *values = part.head + fl_values_at(c);
             for (int32_t d = 0; d < c->key_dim; d++)
-                for (int32_t o = 0; o < part.count; o += FL_WIDE)
-                    wide_store(kt + d * SROW + j + o, load_wide(part.head, d * stride + part.offset + o, dtype));
+                for (int32_t o = 0; o < part.count; o += FL_WIDE) {
+                    wide x = load_wide(part.head, d * stride + part.offset + o, dtype);
+                    if (kscale) x = x * wide_f32(kscale + d / FL_KV_GROUP * SROW + j + o);
+                    wide_store(kt + d * SROW + j + o, x);
+                }
             for (int32_t o = 0; o < part.count; o++)
                 for (int32_t e = 0; e < width; e += FL_WIDE)
                     wide_store(v + (j + o) * width + e, load_wide(values, (part.offset + o) * c->value_dim + e, dtype));
         } else {
             for (int32_t o = 0; o < part.count; o++)
                 for (int32_t d = 0; d < c->key_dim; d += FL_WIDE) {
+                    const float scale = kscale ? kscale[d / FL_KV_GROUP * SROW + j + o] : 1.0f;
                     float x[FL_WIDE];
                     wide_store(x, load_wide(part.head, (part.offset + o) * c->key_dim + d, dtype));
                     if (d < width) memcpy(v + (j + o) * width + d, x, sizeof x);
-                    for (int32_t i = 0; i < FL_WIDE && d + i < c->key_dim; i++) kt[(d + i) * SROW + j + o] = x[i];
+                    for (int32_t i = 0; i < FL_WIDE && d + i < c->key_dim; i++) kt[(d + i) * SROW + j + o] = x[i] * scale;
                 }
         }
         j += part.count;
@@ -321,153 +359,173 @@ static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_
 
 /* score[i][j] = q[i] · key j, for all tokens of the step. */
 static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
-                        const float *const *q, const float *staged) {
+                        const float *const *q, const float *staged, const float *kscale) {
+    const int dtype = staged ? FL_DT_F32 : kscale ? SCALED : c->dtype;
     for (int32_t j = staged ? w->lo / FL_WIDE * FL_WIDE : w->lo; j < w->hi;) {
         piece part = {(const char *)(staged + j), 0, w->hi - j};
-        const char *keys = part.head, *values = NULL;
-        int64_t stride = SROW;
+        factor keys = {part.head, NULL, SROW, kscale ? kscale + j : NULL};
         if (!staged) {
             part = piece_at(c, blocks, head, first, j, w->hi);
-            keys = at(part.head, part.offset, c->dtype), stride = fl_key_stride(c);
-            values = part.head + fl_values_at(c);
+            keys.p = at(part.head, part.offset, c->dtype), keys.ld = fl_key_stride(c);
+            keys.ahead = part.head + fl_values_at(c);
         }
         for (int32_t i = 0; i < w->n;) {
             int k = share(w->n - i);
             float *y[6];
             for (int x = 0; x < k; x++) y[x] = w->score[i + x] + j;
-            product(k, staged ? FL_DT_F32 : c->dtype, q + i, 0, c->key_dim, keys, stride, i ? NULL : values, y, part.count, 0);
+            product(k, dtype, q + i, 0, c->key_dim, &keys, y, part.count, 0);
+            keys.ahead = NULL;
             i += k;
         }
         j += part.count;
     }
 }
 
-/* acc[i] += Σ_j p[i][j] · value j */
+/* acc[i] += Σ_j p[i][j] · value j; vscale: of the values' groups of channels, [groups][SROW], NULL where the cache holds none */
 static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
-                        const float *staged, int32_t value_dim, int32_t width, int64_t end) {
+                        const float *staged, const float *vscale, int32_t value_dim, int32_t width, int64_t end) {
+    const int dtype = staged ? FL_DT_F32 : c->dtype;
+    const int32_t channels = vscale ? FL_KV_GROUP : value_dim;
     for (int32_t j = w->lo; j < w->hi;) {
         piece part = {(const char *)staged, 0, w->hi - j};
-        const char *values = part.head, *ahead = NULL;
-        int64_t ldv = width;
+        factor values = {part.head, NULL, width, NULL};
         int32_t base = 0; /* the token of the step that is row 0 of `values` */
         if (!staged) {
             part = piece_at(c, blocks, head, first, j, w->hi);
-            values = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), ldv = c->value_dim, base = j;
-            if (first + j + part.count < end) ahead = piece_at(c, blocks, head, first, j + part.count, SROW).head;
+            values.p = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), values.ld = c->value_dim, base = j;
+            if (first + j + part.count < end) values.ahead = piece_at(c, blocks, head, first, j + part.count, SROW).head;
         }
         for (int32_t i = 0; i < w->n;) {
             int32_t f[6], t[6];
             const float *p[6];
             int k = share(w->n - i);
-            for (int x = 0; x < k; x++) {
-                p[x] = w->score[i + x] + base;
-                f[x] = w->from[i + x] - base, t[x] = w->to[i + x] - base;
+            for (int x = 0; x < k; x++) f[x] = w->from[i + x] - base, t[x] = w->to[i + x] - base;
+            for (int32_t column = 0; column < value_dim; column += channels) {
+                float weight[6][SROW], *acc[6];
+                factor group = values;
+                group.p = at(values.p, column, dtype);
+                if (values.ahead) group.ahead = at(values.ahead, column, dtype);
+                for (int x = 0; x < k; x++) {
+                    p[x] = w->score[i + x] + base, acc[x] = w->acc[i + x] + column;
+                    if (!vscale) continue;
+                    const float *s = w->score[i + x], *scale = vscale + column / FL_KV_GROUP * SROW;
+                    for (int32_t o = w->from[i + x] / 16 * 16; o < w->to[i + x]; o += FL_WIDE)
+                        storew(weight[x] + o, loadw(s + o) * loadw(scale + o));
+                    p[x] = weight[x] + base;
+                }
+                int32_t left = value_dim - column;
+                values_spans(k, dtype, p, f, t, j - base, j - base + part.count, &group, acc, left < channels ? left : channels);
             }
-            values_spans(k, staged ? FL_DT_F32 : c->dtype, p, f, t, j - base, j - base + part.count, values, ldv,
-                         i ? NULL : ahead, w->acc + i, value_dim);
+            values.ahead = NULL;
             i += k;
         }
         j += part.count;
     }
 }
 
-void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_head, int64_t row0, int64_t row1, int32_t range0,
-                                int32_t range1, void *scratch) {
+void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_head, int32_t head0, int64_t row0, int64_t row1,
+                                int64_t range0, int64_t range1, void *scratch) {
     const fl_cache *c = &a->cache;
     const int32_t *blocks = a->block_table + s * a->table_stride;
     int32_t group = a->heads / c->heads, width = (a->value_dim + 15) / 16 * 16;
     float *sc = scratch, *acc = sc + FL_TILE * SROW, *total = acc + FL_TILE * width, *kt = total + FL_TILE * width,
-          *vt = kt + (int64_t)c->key_dim * SROW, *kscale = vt + FL_SUB * width, *vscale = kscale + SROW;
-    int scaled = c->dtype == FL_DT_I8;
+          *vt = kt + (int64_t)c->key_dim * SROW, *kscale = NULL, *vscale = NULL;
+    if (c->dtype == FL_DT_I8) kscale = vt + FL_SUB * width, vscale = c->value_dim ? kscale + fl_kv_groups(c->key_dim) * SROW : kscale;
 
-    for (int32_t h0 = 0; h0 < group; h0 += FL_TILE) {
-        int32_t heads = group - h0 < FL_TILE ? group - h0 : FL_TILE;
-        step w = {.n = heads * (int32_t)(row1 - row0)};
-        span see[FL_TILE], all = {INT64_MAX, 0};
-        const float *q[FL_TILE];
-        float M[FL_TILE], L[FL_TILE];
-        for (int32_t i = 0; i < w.n; i++) {
-            int64_t row = row0 + i / heads;
-            see[i] = visible(a, s, row);
-            q[i] = (const float *)a->q.p + row * a->q.s0 + (kv_head * group + h0 + i % heads) * a->q.s1;
-            w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
-            w.slope[i] = a->slopes ? a->slopes[kv_head * group + h0 + i % heads] : 0.0f;
-            M[i] = -INFINITY, L[i] = 0.0f;
-            if (see[i].lo >= see[i].hi) continue;
-            if (see[i].lo < all.lo) all.lo = see[i].lo;
-            if (see[i].hi > all.hi) all.hi = see[i].hi;
-        }
-        if (!a->partials) memset(total, 0, (size_t)(w.n * width) * sizeof(float));
-        int staged = c->value_dim == 0 || (c->dtype != FL_DT_F32 && w.n >= STAGED);
+    int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, first = kv_head * group + head0;
+    step w = {.n = heads * (int32_t)(row1 - row0)};
+    span see[FL_TILE], all = {INT64_MAX, 0};
+    const float *q[FL_TILE];
+    float M[FL_TILE], L[FL_TILE];
+    for (int32_t i = 0; i < w.n; i++) {
+        int64_t row = row0 + i / heads;
+        see[i] = visible(a, s, row);
+        q[i] = (const float *)a->q.p + row * a->q.s0 + (first + i % heads) * a->q.s1;
+        w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
+        w.slope[i] = a->slopes ? a->slopes[first + i % heads] : 0.0f;
+        M[i] = -INFINITY, L[i] = 0.0f;
+        if (see[i].lo >= see[i].hi) continue;
+        if (see[i].lo < all.lo) all.lo = see[i].lo;
+        if (see[i].hi > all.hi) all.hi = see[i].hi;
+    }
+    if (!a->partials) memset(total, 0, (size_t)(w.n * width) * sizeof(float));
+    int staged = c->value_dim == 0 || (c->dtype != FL_DT_F32 && w.n >= STAGED);
 
-        for (int64_t r = range0 > all.lo / FL_RANGE ? range0 : all.lo / FL_RANGE; r < range1 && r * FL_RANGE < all.hi; r++) {
-            int64_t begin = r * FL_RANGE, end = begin + FL_RANGE < all.hi ? begin + FL_RANGE : all.hi;
-            memset(acc, 0, (size_t)(w.n * width) * sizeof(float));
-            memset(w.l, 0, sizeof w.l);
-            for (int32_t i = 0; i < w.n; i++) w.m[i] = -INFINITY;
+    for (int64_t r = range0 > all.lo / FL_RANGE ? range0 : all.lo / FL_RANGE; r < range1 && r * FL_RANGE < all.hi; r++) {
+        int64_t begin = r * FL_RANGE, end = begin + FL_RANGE < all.hi ? begin + FL_RANGE : all.hi;
+        memset(acc, 0, (size_t)(w.n * width) * sizeof(float));
+        memset(w.l, 0, sizeof w.l);
+        for (int32_t i = 0; i < w.n; i++) w.m[i] = -INFINITY;
 
-            for (int64_t sub = begin; sub < end; sub += FL_SUB) {
-                w.lo = FL_SUB, w.hi = 0;
-                for (int32_t i = 0; i < w.n; i++) {
-                    int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
-                    w.distance[i] = (float)(sub - a->positions[row0 + i / heads]);
-                    w.from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), w.to[i] = (int32_t)(t > 0 ? t : 0);
-                    if (w.from[i] >= w.to[i]) w.from[i] = w.to[i] = 0;
-                    else
-                        w.lo = w.from[i] < w.lo ? w.from[i] : w.lo, w.hi = w.to[i] > w.hi ? w.to[i] : w.hi;
-                }
-                if (w.lo >= w.hi) continue;
-                if (staged) stage(c, blocks, kv_head, sub, w.lo, w.hi, kt, vt, width);
-                if (scaled) stage_scales(c, blocks, kv_head, sub, w.lo, w.hi, kscale, vscale);
-                step_scores(c, blocks, kv_head, sub, &w, q, staged ? kt : NULL);
-                step_softmax(a, &w, scaled ? kscale : NULL, scaled ? vscale : NULL, width);
-                step_values(c, blocks, kv_head, sub, &w, staged ? vt : NULL, a->value_dim, width, end);
-            }
+        for (int64_t sub = begin; sub < end; sub += FL_SUB) {
+            w.lo = FL_SUB, w.hi = 0;
             for (int32_t i = 0; i < w.n; i++) {
-                if (see[i].lo >= end || see[i].hi <= begin || see[i].lo >= see[i].hi) continue;
-                float l = sum8(load8(w.l[i]) + load8(w.l[i] + 8));
-                if (a->partials) {
-                    float *part = partial(a, row0 + i / heads, kv_head * group + h0 + i % heads, r);
-                    part[0] = w.m[i], part[1] = l;
-                    memcpy(part + 8, acc + i * width, (size_t)width * sizeof(float));
-                } else {
-                    merge(&M[i], &L[i], total + i * width, w.m[i], l, acc + i * width, width);
-                }
+                int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
+                w.distance[i] = (float)(sub - a->positions[row0 + i / heads]);
+                w.from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), w.to[i] = (int32_t)(t > 0 ? t : 0);
+                if (w.from[i] >= w.to[i]) w.from[i] = w.to[i] = 0;
+                else
+                    w.lo = w.from[i] < w.lo ? w.from[i] : w.lo, w.hi = w.to[i] > w.hi ? w.to[i] : w.hi;
+            }
+            if (w.lo >= w.hi) continue;
+            if (kscale) stage_scales(c, blocks, kv_head, sub, w.lo, w.hi, kscale, vscale);
+            if (staged) stage(c, blocks, kv_head, sub, w.lo, w.hi, kscale, kt, vt, width);
+            step_scores(c, blocks, kv_head, sub, &w, q, staged ? kt : NULL, kscale);
+            step_softmax(a, &w, width);
+            step_values(c, blocks, kv_head, sub, &w, staged ? vt : NULL, vscale, a->value_dim, width, end);
+        }
+        for (int32_t i = 0; i < w.n; i++) {
+            if (see[i].lo >= end || see[i].hi <= begin || see[i].lo >= see[i].hi) continue;
+            float l = sum8(load8(w.l[i]) + load8(w.l[i] + 8));
+            if (a->partials) {
+                float *part = partial(a, row0 + i / heads, first + i % heads, r - a->first);
+                part[0] = w.m[i], part[1] = l;
+                memcpy(part + 8, acc + i * width, (size_t)width * sizeof(float));
+            } else {
+                merge(&M[i], &L[i], total + i * width, w.m[i], l, acc + i * width, width);
             }
         }
-        if (a->partials) continue;
-        for (int32_t i = 0; i < w.n; i++) {
-            int64_t row = row0 + i / heads;
-            int32_t head = kv_head * group + h0 + i % heads;
-            if (see[i].lo >= see[i].hi) zero_row(a, row, head);
-            else
-                finish(a, row, head, M[i], L[i], total + i * width);
-        }
+    }
+    if (a->partials) return;
+    for (int32_t i = 0; i < w.n; i++) {
+        int64_t row = row0 + i / heads;
+        int32_t head = first + i % heads;
+        if (see[i].lo >= see[i].hi) zero_row(a, row, head);
+        else
+            finish(a, row, head, M[i], L[i], total + i * width);
     }
 }
 
-/* One row of keys or values into the cache: element i at to[i · step]; scale: where that of int8 goes. */
-static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale) {
+/* A group of channels as int8: code = round(x / scale), scale = largest |x| / 127; infinity and NaN make all of it NaN. */
+static float store_codes(const float *x, int32_t n, int8_t *to, int64_t step) {
+    float most = 0.0f;
+    int32_t odd = 0;
+    for (int32_t i = 0; i < n; i++) {
+        float size = fabsf(x[i]);
+        odd |= !(size < INFINITY);
+        most = size > most ? size : most;
+    }
+    const float scale = odd ? NAN : most / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
+    for (int32_t i = 0; i < n; i++) {
+        float code = odd ? 0.0f : rintf(x[i] / divisor);
+        to[i * step] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
+    }
+    return scale;
+}
+
+/* One row of keys or values into the cache: element i at to[i · step]; scale: where that of the first group of int8 goes, those of the
+ * others `scales` places behind one another. */
+static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale, int64_t scales) {
     if (dtype == FL_DT_F32) {
         for (int32_t i = 0; i < n; i++) ((float *)to)[i * step] = x[i];
     } else if (dtype == FL_DT_F16) {
         for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_half1(x[i]);
     } else if (dtype == FL_DT_BF16) {
         for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_bfloat1(x[i]);
-    } else { /* code = round(x / scale), scale = largest |x| / 127; infinity and NaN make the whole row NaN */
-        float most = 0.0f;
-        int32_t odd = 0;
-        for (int32_t i = 0; i < n; i++) {
-            float size = fabsf(x[i]);
-            odd |= !(size < INFINITY);
-            most = size > most ? size : most;
-        }
-        *scale = odd ? NAN : most / 127.0f;
-        float divisor = *scale > 0.0f ? *scale : 1.0f;
-        for (int32_t i = 0; i < n; i++) {
-            float code = odd ? 0.0f : rintf(x[i] / divisor);
-            ((int8_t *)to)[i * step] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
-        }
+    } else {
+        for (int32_t i = 0; i < n; i += FL_KV_GROUP)
+            scale[i / FL_KV_GROUP * scales] =
+                store_codes(x + i, n - i < FL_KV_GROUP ? n - i : FL_KV_GROUP, (int8_t *)to + i * step, step);
     }
 }
 
@@ -481,11 +539,12 @@ void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *
             float *scales = (float *)(head + fl_scales_at(c)) + offset; /* int8 only */
             int64_t step = c->value_dim ? fl_key_stride(c) : 1, first = c->value_dim ? offset : offset * c->key_dim;
             char *keys = head + first * fl_element_bytes(c->dtype);
-            store_row((const float *)key->p + t * key->s0 + h * key->s1, c->key_dim, c->dtype, keys, step, scales);
+            store_row((const float *)key->p + t * key->s0 + h * key->s1, c->key_dim, c->dtype, keys, step, scales,
+                      c->block_size);
             if (!c->value_dim) continue;
             char *values = head + fl_values_at(c) + offset * c->value_dim * fl_element_bytes(c->dtype);
             store_row((const float *)value->p + t * value->s0 + h * value->s1, c->value_dim, c->dtype, values, 1,
-                      scales + c->block_size);
+                      scales + fl_kv_groups(c->key_dim) * c->block_size, c->block_size);
         }
     }
 }
