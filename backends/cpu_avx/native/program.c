@@ -8,7 +8,7 @@
 
 #include "moe.h"
 
-enum { LINEAR_TAIL = 8, LINEAR_FEW = 32 }; /* one strip in so many is given out at the end; rows from which on eight at a time */
+enum { LINEAR_TAIL = 8, LINEAR_FEW = 32 }; /* one strip in so many is given out at the end, where there are so many rows at most */
 
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
@@ -213,11 +213,11 @@ static void norm_prepare(const fl_program *p, const fl_instruction *ins, fl_acts
 
 /* The strips of a linear layer. Most of them are shared beforehand, so that a thread reads one range of memory; the last ones go to who is
  * free first, since threads are never equally fast: neighbours take their caches, their bandwidth, their core. A strip's bits do not depend
- * on who computes it. */
+ * on who computes it. With many rows a thread makes the most of its rows once for all of its strips, so those are shared beforehand. */
 static void linear_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     const fl_view *v = ins->v;
     const int64_t rows = v[1].rows, strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP;
-    const int64_t chunk = rows > LINEAR_FEW ? 8 : 1, tail = threads > 1 ? strips / LINEAR_TAIL / chunk * chunk : 0, own = strips - tail;
+    const int64_t own = threads > 1 && rows <= LINEAR_FEW ? strips - strips / LINEAR_TAIL : strips;
     const fl_target to = {.bias = (const float *)v[0].p,
                           .up_bias = (const float *)v[2].p,
                           .add = (const float *)v[3].p,
@@ -231,8 +231,7 @@ static void linear_run(const fl_program *p, fl_instruction *ins, int thread, int
     int64_t a = own * thread / threads, b = own * (thread + 1) / threads;
     while (rows > 0 && a < strips) {
         if (a < b) p->kernels->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
-        a = own + chunk * atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed);
-        b = a + chunk < strips ? a + chunk : strips;
+        a = own + next_unit(ins), b = a + 1;
     }
 }
 
