@@ -38,6 +38,7 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct fl_kernels:
         const char *name
     int64_t fl_cache_block_bytes(const fl_cache *cache)
+    int FL_KV_GROUP
     int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim)
     const fl_kernels *fl_kernels_for(const char *isa)
 
@@ -143,6 +144,8 @@ def layout_number(str name) -> int:
 
 STRIP = FL_STRIP
 """Output rows of a strip."""
+KV_GROUP = FL_KV_GROUP
+"""Channels of a head that share a scale of an int8 cache."""
 
 
 def layout_name(int layout) -> str:

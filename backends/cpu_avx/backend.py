@@ -245,7 +245,7 @@ class CpuBackend(Backend):
             return Yes(q.op, act=f"q8_g{group}" if group else None)
         if q.op == "attention":
             kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype), self._kv_dtype)
-            return Yes("attention", weight=None if kept == "f32" else kept)
+            return Yes("attention", weight={"f32": None, "int8": f"int8_g{_native.KV_GROUP}"}.get(kept, kept))
         return Yes(q.op, angle="f64" if q.op == "rope" else None)
 
     def ops(self) -> Mapping[str, OpFn]:

@@ -109,6 +109,7 @@ class RefBackend(Backend):
         kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype != "f32"), None)
         if kept is not None and kept not in self.kv_dtypes:
             return No(f"keys and values as {kept}; they are kept as {', '.join(self.kv_dtypes)}")
+        kept = f"int8_g{kv.GROUP}" if kept == "int8" else kept
         return Yes(f"ref.{q.op}", weight=kept if q.op == "attention" else None, angle="f64")
 
     def ops(self) -> Mapping[str, OpFn]:
