@@ -7,6 +7,7 @@ int64_t fl_cache_block_bytes(const fl_cache *c) {
 }
 
 int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim) {
-    int64_t width = ((int64_t)value_dim + 15) / 16 * 16, row = FL_SUB + 16, scales = fl_kv_groups(key_dim) + fl_kv_groups(value_dim);
+    int64_t width = ((int64_t)value_dim + 15) / 16 * 16, row = FL_SUB + 16,
+            scales = fl_kv_groups(key_dim) + fl_kv_groups(value_dim);
     return (FL_TILE * (row + 2 * width) + key_dim * row + FL_SUB * width + scales * row + 64) * (int64_t)sizeof(float);
 }

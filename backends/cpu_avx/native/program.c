@@ -8,7 +8,10 @@
 
 #include "moe.h"
 
-enum { LINEAR_TAIL = 8, LINEAR_FEW = 32 }; /* one strip in so many is given out at the end, where there are so many rows at most */
+enum {
+    LINEAR_TAIL = 8,
+    LINEAR_FEW = 32
+}; /* one strip in so many is given out at the end, where there are so many rows at most */
 
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
@@ -142,7 +145,8 @@ static void attention_run(const fl_program *p, fl_instruction *ins, int thread, 
         if (a.context_len[s] > end) end = a.context_len[s];
     for (end = ranges_of(end);;) {
         for (int64_t s = 0; s < p->S; s++) { /* units come in ascending order */
-            const int64_t rows = a.query_start[s + 1] - a.query_start[s], parts = parts_of(&a, s), blocks = (rows + tile - 1) / tile;
+            const int64_t rows = a.query_start[s + 1] - a.query_start[s], parts = parts_of(&a, s),
+                          blocks = (rows + tile - 1) / tile;
             const int64_t count = blocks * a.cache.heads * tiles * parts;
             for (; unit < base + count; unit = next_unit(ins)) {
                 int64_t index = unit - base, part = index % parts, head0 = index / parts % tiles * FL_TILE,
@@ -230,7 +234,8 @@ static void linear_run(const fl_program *p, fl_instruction *ins, int thread, int
     private_acts(p, ins, thread, &acts);
     int64_t a = own * thread / threads, b = own * (thread + 1) / threads;
     while (rows > 0 && a < strips) {
-        if (a < b) p->kernels->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
+        if (a < b)
+            p->kernels->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
         a = own + next_unit(ins), b = a + 1;
     }
 }

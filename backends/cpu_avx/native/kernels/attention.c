@@ -69,8 +69,8 @@ typedef struct {
 } factor;
 
 /* y[i][c] (+)= Σ_k x[i][k] · b[k][c] for Q pairs i, V vectors of columns c and k in [k0, k1), ascending. */
-FL_INLINE void product_n(int Q, int V, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b, float *const *y,
-                         int32_t column, int add) {
+FL_INLINE void product_n(int Q, int V, int dtype, const float *const *x, int32_t k0, int32_t k1, const factor *b,
+                         float *const *y, int32_t column, int add) {
     const char *p = b->p, *ahead = dtype == FL_DT_F32 ? NULL : b->ahead;
     const int64_t ldb = b->ld;
     wide_sum sum[6][4];
@@ -392,7 +392,8 @@ static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, 
         int32_t base = 0; /* the token of the step that is row 0 of `values` */
         if (!staged) {
             part = piece_at(c, blocks, head, first, j, w->hi);
-            values.p = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), values.ld = c->value_dim, base = j;
+            values.p = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), values.ld = c->value_dim,
+            base = j;
             if (first + j + part.count < end) values.ahead = piece_at(c, blocks, head, first, j + part.count, SROW).head;
         }
         for (int32_t i = 0; i < w->n;) {
@@ -414,7 +415,8 @@ static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, 
                     p[x] = weight[x] + base;
                 }
                 int32_t left = value_dim - column;
-                values_spans(k, dtype, p, f, t, j - base, j - base + part.count, &group, acc, left < channels ? left : channels);
+                values_spans(k, dtype, p, f, t, j - base, j - base + part.count, &group, acc,
+                             left < channels ? left : channels);
             }
             values.ahead = NULL;
             i += k;
@@ -430,7 +432,8 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     int32_t group = a->heads / c->heads, width = (a->value_dim + 15) / 16 * 16;
     float *sc = scratch, *acc = sc + FL_TILE * SROW, *total = acc + FL_TILE * width, *kt = total + FL_TILE * width,
           *vt = kt + (int64_t)c->key_dim * SROW, *kscale = NULL, *vscale = NULL;
-    if (c->dtype == FL_DT_I8) kscale = vt + FL_SUB * width, vscale = c->value_dim ? kscale + fl_kv_groups(c->key_dim) * SROW : kscale;
+    if (c->dtype == FL_DT_I8)
+        kscale = vt + FL_SUB * width, vscale = c->value_dim ? kscale + fl_kv_groups(c->key_dim) * SROW : kscale;
 
     int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, first = kv_head * group + head0;
     step w = {.n = heads * (int32_t)(row1 - row0)};
