@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .core.weights import TensorSource
     from .formats import ModelFiles
 
-__all__ = ["ModelInput", "PluginFacts", "host_sample", "open_backend", "plugin_facts", "read_model"]
+__all__ = ["ModelInput", "PluginFacts", "host_sample", "open_backend", "plugin_facts", "plugin_folder", "read_model"]
 
 
 def _registry(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> Any:
@@ -64,11 +64,12 @@ def plugin_facts(
     label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
     return PluginFacts(
         selection.name, state.distribution, state.version, label, device.kind if device else "device", registry.environment(selection.name), registry.requirements(selection.name),
-        registry.conformance_cases(selection.name), _folder(state.module),
+        registry.conformance_cases(selection.name), plugin_folder(state.module),
     )  # fmt: skip
 
 
-def _folder(module: str) -> Path | None:
+def plugin_folder(module: str) -> Path | None:
+    """The folder of a plug-in's package; None for a file of `--plugin`, or a module that is not found."""
     from importlib.util import find_spec
 
     try:

@@ -33,6 +33,7 @@ from .core.graph import KV_DTYPES, KVSpec, SlotSpec, with_kv_dtype
 from .core.placement import FALLBACK_POLICIES, Placement
 from .core.planner import Plan, StepLimits, make_plan
 from .core.scheduler import POLICIES
+from .opening import open_checked
 from .packed import Unpacker, repacked_note
 
 if TYPE_CHECKING:
@@ -260,12 +261,8 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
                 who=str(files.path),
                 fix=f"--ctx {definition.max_position}",
             )
-        chosen = dict(options.backend_options)
-        if options.threads and "threads" in selection.spec.options:
-            chosen["threads"] = str(options.threads)
-        elif options.threads:
-            say_note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
-        backends[selection.name] = registry.open(selection, chosen)
+        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options.message, options.strict)
+        backends[selection.name] = backend
         if backends[selection.name].warning:
             options.message(backends[selection.name].warning)
         _open_helpers(registry, selection.name, backends)
@@ -278,6 +275,16 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         close_all(unpacker.close, *(backend.close for backend in backends.values()), files.close)
         raise
     return ModelPlan(os.fspath(model), files, definition, registry, selection, backends, plan, context, options, available, unpacker)
+
+
+def _backend_options(selection: Selection, options: LoadOptions) -> dict[str, str]:
+    """The options of the chosen backend, with the number of threads if it takes one."""
+    chosen = dict(options.backend_options)
+    if options.threads and "threads" in selection.spec.options:
+        chosen["threads"] = str(options.threads)
+    elif options.threads:
+        say_note(f"--threads has no effect: backend '{selection.name}' does not take a number of threads", options, f"backend '{selection.name}'")
+    return chosen
 
 
 def _open_helpers(registry: BackendRegistry, chosen: str, backends: dict[str, Backend]) -> None:

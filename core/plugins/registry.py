@@ -167,6 +167,10 @@ class BackendRegistry:
             raise broken(entry.candidate, "open", f"fastllm_open_backend() returned {type(backend).__name__}; it must return a Backend")
         return backend
 
+    def set_aside(self, name: str, error: FastLLMError) -> None:
+        """From now on this backend is what `error` says: it gave wrong answers when it was opened."""
+        self._entry(name).loaded = error
+
     # other hooks --------------------------------------------------------------------------------------------------------
 
     def environment(self, name: str) -> dict[str, str]:

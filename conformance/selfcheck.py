@@ -1,0 +1,75 @@
+"""The self-test of a backend that is opened for the first time: one `linear` against the oracle, and eight greedy tokens of a tiny model.
+
+It takes a fraction of a second and is no substitute for the suite: it finds a driver that is broken as a whole, before its numbers reach
+a user. Called when a model is loaded, and by `fastllm backend check`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from fastllm.api import Backend, OutOfMemory, UnsupportedError
+
+from . import bounds, tiny
+from .bench import Bench, In, Weight
+from .case import Failure, NotApplicable
+from .judge import judge
+from .loaded import Loaded, batch_of
+from .numbers import Numbers
+
+__all__ = ["GREEDY", "MODEL", "PROMPT", "greedy", "self_check"]
+
+MODEL = "llama-q8_0"
+PROMPT = (146, 183, 189, 119, 139, 92)
+GREEDY = (96, 121, 17, 118, 5, 213, 256, 98)
+"""What every right backend answers: at each of these tokens the two best logits are more than 0.5 apart, a third of their deviation."""
+
+
+def self_check(backend: Backend) -> str:
+    """What is wrong with an open backend, with numbers; "" if nothing was seen. What it does not support, or has no memory for, is not
+    held against it."""
+    try:
+        return _linear(backend) or _tokens(backend)
+    except (NotApplicable, OutOfMemory, UnsupportedError):
+        return ""
+    except Failure as failure:
+        return failure.message
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _linear(backend: Backend) -> str:
+    numbers = Numbers(3)
+    x, w = numbers.normal(5, 96), numbers.normal(40, 96)
+    try:
+        ran = Bench(backend).run("linear", [In(x, "f32", "T"), Weight((40, 96), "f32", w.reshape(-1).view(np.uint8))], [((5, 40), "f32")])
+    except NotApplicable:
+        return ""
+    verdict = judge(ran.outs[0], bounds.linear(x, w, None, ran.numerics))
+    return f"linear ({ran.yes.impl}) of f32 [5, 96] and [40, 96]: {verdict.message}" if verdict.message else ""
+
+
+def _tokens(backend: Backend) -> str:
+    with tempfile.TemporaryDirectory(prefix="fastllm-selfcheck-") as folder:
+        kit = Loaded(backend, tiny.save(MODEL, Path(folder)))
+        try:
+            found = greedy(kit)
+        finally:
+            kit.close()
+    if found == GREEDY:
+        return ""
+    return f"eight greedy tokens of a tiny model: {list(found)} instead of {list(GREEDY)}"
+
+
+def greedy(kit: Loaded) -> tuple[int, ...]:
+    """The tokens after PROMPT: it in one step, then token by token."""
+    ids = list(PROMPT)
+    at = 0
+    for _ in GREEDY:
+        logits = kit.executor.run(batch_of([(np.array(ids, np.int32), at, len(ids) - at)], [[0, 1]])).logits[-1]
+        at = len(ids)
+        ids.append(int(logits.argmax()))
+    return tuple(ids[len(PROMPT) :])

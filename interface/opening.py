@@ -1,0 +1,123 @@
+"""Opening the backend that a run gets, with its self-test: a wrong answer is found before a user sees one.
+
+The first time that a (backend, device, options, driver, version) is opened, it computes one `linear` and eight tokens of a tiny model
+(`conformance/selfcheck.py`, a tenth of a second). What passed is remembered in the cache folder. A backend that was named and fails is
+an error; one that `auto` chose is set aside with a line, and the next one takes its place. Called by `loading.plan_model`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .core.errors import BackendBroken, DownloadError
+from .host import plugin_folder
+
+if TYPE_CHECKING:
+    from .core.backend import Backend
+    from .core.plugins import BackendRegistry, Selection
+
+__all__ = ["check_first_open", "open_checked"]
+
+KEPT = 200
+"""Entries of the file that remembers; the oldest go first."""
+
+
+def open_checked(
+    registry: BackendRegistry,
+    selection: Selection,
+    options_for: Callable[[Selection], Mapping[str, str]],
+    message: Callable[[str], None],
+    strict: bool = False,
+) -> tuple[Selection, Backend]:
+    """Opens and tests a selection; returns what was opened, which is another one if `auto` chose and the first was wrong.
+
+    options_for: the `--backend-opt` pairs of a selection. Raises what opening raises, and BackendBroken with the wrong numbers."""
+    while True:
+        values = options_for(selection)
+        backend = registry.open(selection, values)
+        try:
+            check_first_open(registry, selection, backend, values)
+        except BackendBroken as error:
+            backend.close()
+            if selection.origin != "auto" or strict:
+                raise
+            registry.set_aside(selection.name, error)
+            selection = registry.select("auto")
+            message(f"{error.message}, so '{selection.name}' is used: {error.why}")
+        except BaseException:
+            backend.close()
+            raise
+        else:
+            return selection, backend
+
+
+def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> None:
+    """Tests a backend that was not opened before on this machine as it is now. Raises BackendBroken."""
+    key = _key(registry, selection, options)
+    place = _place()
+    if place is not None and key in _known(place):
+        return
+    from .conformance.selfcheck import self_check
+
+    wrong = self_check(backend)
+    if wrong:
+        state = registry.state(selection.name, probe=False)
+        raise BackendBroken(
+            f"backend '{selection.name}' gives wrong answers",
+            who=f"{state.distribution} {state.version}  device {selection.device}".strip(),
+            why=f"the self-test of the first opening: {wrong}",
+            fix=f"fastllm conformance run --backend {selection} --quick  |  skip it: FASTLLM_DISABLE_PLUGINS={selection.name}",
+            backend=selection.name,
+        )
+    if place is not None:
+        _remember(place, key, str(selection))
+
+
+def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> str:
+    """A hash of everything that may change what the backend computes: versions, driver, options, and the files of its package."""
+    from importlib.metadata import version
+
+    state = registry.state(selection.name, probe=False)
+    folder = plugin_folder(state.module)
+    files = sorted(folder.rglob("*")) if folder is not None else [Path(state.distribution)]  # a file of --plugin is called as it was given
+    stats = [(p.name, s.st_size, s.st_mtime_ns) for p in files if p.suffix != ".pyc" and p.is_file() and (s := p.stat())]
+    facts = [
+        selection.name, selection.device, sorted(options.items()), state.distribution, state.version, version("fastllm-engine"),
+        sorted(registry.environment(selection.name).items()), stats, sorted(os.environ.get(n, "") for n in ("FASTLLM_ISA",)),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _place() -> Path | None:
+    """The file that remembers; None where there is no folder to write to."""
+    from .formats.cache import Hooks, writable_root
+
+    with contextlib.suppress(DownloadError, OSError):
+        return writable_root(None, Hooks()) / "self-tests.json"
+    return None
+
+
+def _known(place: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(place: Path, key: str, what: str) -> None:
+    """Adds an entry. A file that cannot be written only means that the test runs again."""
+    entries = {**_known(place), key: what}
+    newest = dict(list(entries.items())[-KEPT:])
+    with contextlib.suppress(OSError):
+        handle, path = tempfile.mkstemp(dir=place.parent, prefix=place.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(newest, file, indent=1)
+        os.replace(path, place)

@@ -1,0 +1,117 @@
+"""The self-test of the first opening: wrong numbers quarantine a backend, what passed is remembered."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fastllm.api import RefBackend, open_backend
+from fastllm.conformance import evaluate, tiny
+from fastllm.conformance.loaded import Loaded
+from fastllm.conformance.selfcheck import GREEDY, MODEL, PROMPT, self_check
+
+WRONG = """
+from fastllm.api import API_VERSION, OPSET, BackendSpec, DeviceInfo, Ready, RefBackend, Yes, hookimpl
+
+class Wrong(RefBackend):
+    name = "wrong"
+
+    def supports(self, q):
+        answer = super().supports(q)
+        return Yes(f"wrong.{q.op}") if q.op == "OP" and isinstance(answer, Yes) else answer
+
+    def ops(self):
+        return {**super().ops(), "wrong.OP": self.one}
+
+    def one(self, *inputs, out, stream, ws, **attrs):
+        self._op_OP(*inputs, out=out, stream=stream, ws=ws, **attrs)
+        self.write(out, self.read(out, stream) * FACTOR, stream)
+
+@hookimpl
+def fastllm_backends():
+    return [BackendSpec("wrong", API_VERSION, OPSET, priority=95)]
+
+@hookimpl
+def fastllm_probe(name):
+    return Ready((DeviceInfo("0", "wrong"),))
+
+@hookimpl
+def fastllm_open_backend(name, device, options):
+    return Wrong()
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTLLM_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    def write(op, factor):
+        path = tmp_path / "wrong.py"
+        path.write_text(WRONG.replace("OP\"", f"{op}\"").replace("_OP", f"_{op}").replace("wrong.OP", f"wrong.{op}").replace("FACTOR", str(factor)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("op", "shows"), [("linear", "worst at ["), ("rope", f"instead of {list(GREEDY)}")])
+def test_a_wrong_backend_that_was_named_is_an_error_with_numbers(run, tiny_model, wrong, op, shows):
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", wrong(op, 1.5), "--backend", "wrong")
+    assert done.code == 3
+    assert "backend 'wrong' gives wrong answers" in done.err
+    assert shows in done.err
+    assert "fastllm conformance run --backend wrong:0 --quick" in done.err
+
+
+def test_a_wrong_backend_that_auto_chose_is_set_aside(run, tiny_model, wrong):
+    plugin = wrong("linear", 1.001)
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", plugin, "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["backend"] == "cpu_avx"
+    assert "backend 'wrong' gives wrong answers, so 'cpu_avx' is used" in done.err
+    assert run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", plugin, "--strict").code == 3
+
+
+def test_a_right_backend_is_tested_once_and_again_after_a_change(run, tiny_model, wrong, monkeypatch):
+    tested = []
+    monkeypatch.setattr("fastllm.conformance.selfcheck.self_check", lambda backend: tested.append(backend.name) or self_check(backend))
+    plugin = wrong("linear", 1.0)
+    command = ("run", tiny_model, "--prompt", "x", "-n", 1, "--backend", "cpu_avx")
+    assert [run(*command).code for _ in range(3)] == [0, 0, 0]
+    assert tested == ["cpu_avx"]
+    assert run(*command, "--backend-opt", "act=f32").code == 0
+    assert tested == ["cpu_avx"] * 2
+    assert run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", plugin, "--backend", "wrong").code == 0
+    assert run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", wrong("linear", 1.5), "--backend", "wrong").code == 3
+    assert tested[2:] == ["wrong", "wrong"]  # the same name, other files
+
+
+def test_what_cannot_be_judged_is_not_held_against_a_backend():
+    for options in ({"memory": "4096"}, {"without": "linear"}):
+        backend, _ = open_backend("fake", options)
+        with backend:
+            assert self_check(backend) == ""
+
+
+def test_the_eight_tokens_are_the_oracles_and_far_from_any_other(tmp_path):
+    kit = Loaded(RefBackend(), tiny.save(MODEL, tmp_path))
+    try:
+        ids = [*PROMPT, *GREEDY]
+        logits, tolerance = evaluate.ensemble(kit.plan.graph, kit.weights(), np.array(ids[:-1]), kit.numerics)
+    finally:
+        kit.close()
+    rows = logits[len(PROMPT) - 1 :]
+    assert rows.argmax(1).tolist() == list(GREEDY)
+    order = sorted_last_two(rows)
+    assert (order > 0.5).all()
+    assert (order > 100 * tolerance[len(PROMPT) - 1 :, 0]).all()
+
+
+def sorted_last_two(rows):
+    ordered = rows.copy()
+    ordered.sort(axis=1)
+    return ordered[:, -1] - ordered[:, -2]
