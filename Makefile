@@ -60,7 +60,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py $(NATIVE)
 build/web/.installed: interface/web/package-lock.json
 	@command -v npm >/dev/null || echo "fastllm: no npm here, so the web page is not built (Debian: apt-get install npm)"
 	@! command -v npm >/dev/null || { mkdir -p build/web && cp interface/web/package.json interface/web/package-lock.json interface/web/.npmrc build/web && \
-		cd build/web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && touch .installed; }
+		(cd build/web && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && touch .installed) || \
+		echo "fastllm: the web page's libraries cannot be had, so its bundle is not compared"; }
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python scripts/extras.py test | $(PIP) install -q -r /dev/stdin

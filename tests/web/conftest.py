@@ -243,13 +243,15 @@ class Tab:
 
 @pytest.fixture
 def open_tab(browser: Any) -> Iterator[Callable[..., Tab]]:
-    """open_tab(url, **options of the context) -> a tab with storage of its own. At the end: no error, and no violation of the policy."""
+    """open_tab(url, **options of the context) -> a tab with storage of its own. before: a script that runs first. At the end: no error, and no violation of the policy."""
     made: list[Tab] = []
 
-    def open_(url: str, context: Any = None, **options: Any) -> Tab:
+    def open_(url: str, context: Any = None, before: str = "", **options: Any) -> Tab:
         if context is None:
             context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options})
         context.add_init_script("window.violations = []; addEventListener('securitypolicyviolation', e => violations.push(e.violatedDirective + ' ' + e.blockedURI))")
+        if before:
+            context.add_init_script(before)
         made.append(Tab(context, url))
         return made[-1]
 

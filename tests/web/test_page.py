@@ -203,13 +203,37 @@ def test_conversations_outlive_the_page_and_are_found_renamed_and_deleted(tab, f
     assert entries.all_inner_texts() == ["Second question"]
 
 
-def test_another_tab_sees_changes(open_tab, fake):
+def test_another_tab_sees_an_answer_that_is_being_written(open_tab, fake):
+    go = threading.Event()
+    fake.answers = [["begin", go, " and end"]]
     first = open_tab(fake.url)
     second = open_tab(fake.url, context=first.context)
     first.ask("From the first tab")
-    first.answered("Hello!")
+    first.page.locator(".markdown", has_text="begin").wait_for()
     second.page.locator(".list li", has_text="From the first tab").click()
-    second.answered("Hello!")
+    second.page.locator(".message.assistant").wait_for()
+    assert second.page.get_by_text("The connection was lost.").count() == 0
+    go.set()
+    second.answered("begin and end")
+
+
+def test_the_page_says_when_the_browser_keeps_nothing(open_tab, fake):
+    tab = open_tab(fake.url, before="Object.defineProperty(window, 'indexedDB', {value: undefined})")
+    tab.page.get_by_text("This browser keeps nothing for this page").wait_for()
+    tab.ask("Hi")
+    tab.answered("Hello!")
+    tab.button("New chat").click()
+    tab.page.locator(".list li a").click()
+    tab.answered("Hello!")
+
+
+def test_a_question_without_an_answer_is_sent_with_the_next(tab, fake):
+    fake.refuse = [(500, "the engine failed", "server_error")]
+    tab.ask("One")
+    tab.answered("The server could not answer: the engine failed")
+    tab.ask("Two")
+    tab.answered("Hello!")
+    assert fake.seen[1]["messages"] == [{"role": "user", "content": "One\n\nTwo"}]
 
 
 def test_what_is_exported_can_be_read_and_imported(open_tab, fake, tmp_path):

@@ -149,7 +149,7 @@ def test_axe_finds_nothing(open_tab, fake, axe, scheme):
 
 def test_the_page_speaks_chinese_where_the_browser_does_and_when_told(open_tab, fake):
     tab = open_tab(fake.url, locale="zh-CN")
-    assert tab.page.evaluate("document.documentElement.lang") == "zh"
+    tab.page.locator("html[lang=zh]").wait_for()
     tab.page.fill("#composer", "你好")
     tab.page.dispatch_event("#composer", "keydown", {"key": "Enter", "isComposing": True})  # ends a word of an input method
     assert fake.seen == []
@@ -158,7 +158,7 @@ def test_the_page_speaks_chinese_where_the_browser_does_and_when_told(open_tab, 
     tab.button("偏好设置").click()
     tab.page.get_by_label("语言").select_option("en")
     tab.page.get_by_role("heading", name="Preferences").wait_for()
-    assert tab.page.evaluate("document.documentElement.lang") == "en"
+    tab.page.locator("html[lang=en]").wait_for()
 
 
 def test_the_view_follows_the_answer_until_the_reader_scrolls_up(tab, fake):

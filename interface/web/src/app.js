@@ -10,7 +10,7 @@ import * as library from "./library.js";
 import { Message, onContentClick } from "./message.js";
 import { acknowledge, start } from "./server.js";
 import { Sidebar } from "./sidebar.js";
-import { applyTheme, pathTo, setPrefs, siblings, state, subscribe, update } from "./state.js";
+import { applyTheme, pathTo, setPrefs, state, subscribe, update } from "./state.js";
 import { html, Icon, IconButton, Logo } from "./ui.js";
 
 function used(path, run) {
@@ -75,6 +75,9 @@ function Messages({ path, run }) {
     setAway(left >= 60 && !follows.current);
   };
   const head = path.at(-1)?.id;
+  const versions = new Map(); // place -> how many messages stand for it
+  const place = (message) => `${message.role} ${message.parent}`;
+  for (const message of state.messages.values()) versions.set(place(message), (versions.get(place(message)) ?? 0) + 1);
   const question = path.findLast((m) => m.role === "user")?.id;
   useLayoutEffect(() => {
     follows.current = true;
@@ -92,7 +95,7 @@ function Messages({ path, run }) {
         const own = run?.message === message ? run : null;
         const key = `${message.status}${message.content.length} ${message.reasoning?.length} ${message.calls?.map((c) => c.args.length)}`;
         return html`<${Message} key=${message.id} message=${message} run=${own} drawn=${own ? `${key} ${own.pieces} ${Math.ceil((own.waiting - Date.now()) / 1000)}` : key} busy=${Boolean(run)} language=${language()}
-          last=${message.id === head} editing=${state.editing === message.id} versions=${siblings(state.messages, message).length} />`;
+          last=${message.id === head} editing=${state.editing === message.id} versions=${versions.get(place(message))} />`;
       })}
     </div>
     ${away && html`<${IconButton} icon="down" class="latest round" label=${t("latest")} onClick=${() => (toEnd(), (follows.current = true))} />`}

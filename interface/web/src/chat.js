@@ -1,8 +1,7 @@
 // Asking the model: what is sent, what comes back, and what happens when it does not.
 
 import * as api from "./api.js";
-import * as db from "./db.js";
-import { open as openConversation, titleOf } from "./library.js";
+import { keep, open as openConversation, titleOf } from "./library.js";
 import { watch } from "./server.js";
 import { newId, pathTo, state, update } from "./state.js";
 
@@ -43,8 +42,14 @@ function body(conversation, path) {
   if (settings.tools?.length) sent.tools = settings.tools;
   if (settings.reasoning_effort) sent.reasoning_effort = settings.reasoning_effort;
   if (settings.thinking !== undefined) sent.chat_template_kwargs = { enable_thinking: settings.thinking };
-  const said = path.filter((m) => m.role !== "assistant" || m.content || m.calls?.length);
-  sent.messages = [...(system?.trim() ? [{ role: "system", content: system }] : []), ...said.map(wire)];
+  sent.messages = system?.trim() ? [{ role: "system", content: system }] : [];
+  for (const message of path) {
+    if (message.role === "assistant" && !message.content && !message.calls?.length) continue;
+    const next = wire(message);
+    const last = sent.messages.at(-1);
+    if (next.role === "user" && last?.role === "user") last.content += `\n\n${next.content}`; // a question without an answer, and the next one
+    else sent.messages.push(next);
+  }
   return sent;
 }
 
@@ -61,7 +66,7 @@ export async function ask(text, files) {
   state.messages.set(question.id, question);
   conversation.head = question.id;
   conversation.updated = Date.now();
-  await db.save(conversation, [question]);
+  await keep(conversation, [question]);
   await answer(conversation, question.id);
 }
 
@@ -72,7 +77,7 @@ export async function edit(message, text) {
   state.messages.set(question.id, question);
   conversation.head = question.id;
   update({ editing: null });
-  await db.save(conversation, [question]);
+  await keep(conversation, [question]);
   await answer(conversation, question.id);
 }
 
@@ -88,7 +93,7 @@ export async function giveResults(message, results) {
     parent = result.id;
   }
   conversation.head = parent;
-  await db.save(conversation, made);
+  await keep(conversation, made);
   await answer(conversation, parent);
 }
 
@@ -118,7 +123,8 @@ async function answer(conversation, parent, { place, more = false } = {}) {
   const run = { controller: new AbortController(), message, messages, began: performance.now(), first: 0, pieces: 0, waiting: 0 };
   state.runs.set(conversation.id, run);
   update();
-  db.save(conversation, [message]).catch(() => {});
+  message.saved = Date.now();
+  keep(conversation, [message]);
   let saved = -SAVE_MS;
   let drawn = 0;
   let timer = 0;
@@ -129,7 +135,8 @@ async function answer(conversation, parent, { place, more = false } = {}) {
     queueMicrotask(() => (drawn = performance.now() - before)); // long texts are drawn less often
     if (before - saved > SAVE_MS) {
       saved = before;
-      db.save(conversation, [message]).catch(() => {});
+      message.saved = Date.now();
+      keep(conversation, [message]);
     }
   };
   const on = (event) => {
@@ -147,7 +154,7 @@ async function answer(conversation, parent, { place, more = false } = {}) {
   state.runs.delete(conversation.id);
   conversation.updated = Date.now();
   update({ conversations: [...state.conversations].sort((a, b) => b.updated - a.updated) });
-  await db.save(conversation, [message]).catch(() => {});
+  await keep(conversation, [message]);
 }
 
 // Sends again while the server says that it is busy and nothing has come.
@@ -230,7 +237,7 @@ export async function again(id) {
 addEventListener("pagehide", () => {
   for (const { message } of state.runs.values()) {
     const conversation = state.conversations.find((c) => c.id === message.conversation);
-    if (conversation) db.save(conversation, [message]).catch(() => {});
+    if (conversation) keep(conversation, [{ ...message, status: message.content || message.reasoning ? "cut" : "error" }]);
   }
 });
 
@@ -246,7 +253,7 @@ export async function branch(message) {
     return copy;
   });
   conversation.head = parent;
-  await db.save(conversation, copies);
+  await keep(conversation, copies);
   update({ conversations: [conversation, ...state.conversations] });
   await openConversation(conversation.id);
 }

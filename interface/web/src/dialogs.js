@@ -157,10 +157,12 @@ const KEYS = [
   ["Ctrl /", "keyHelp"],
 ];
 
+const ON_MAC = navigator.platform.startsWith("Mac");
+
 function Shortcuts() {
   return html`<${Dialog} title=${t("shortcuts")}>
     <dl class="keys">
-      ${KEYS.map(([keys, text]) => html`<div><dt>${keys.split(" ").map((key) => html`<kbd>${key}</kbd>`)}</dt><dd>${t(text)}</dd></div>`)}
+      ${KEYS.map(([keys, text]) => html`<div><dt>${(ON_MAC ? keys.replace("Ctrl", "⌘") : keys).split(" ").map((key) => html`<kbd>${key}</kbd>`)}</dt><dd>${t(text)}</dd></div>`)}
     </dl>
   <//>`;
 }

@@ -4,6 +4,7 @@ import * as db from "./db.js";
 import { newestLeaf, newId, pathTo, state, update } from "./state.js";
 
 const MAX_IMPORT = 100 << 20; // bytes of a file
+const ELSEWHERE_MS = 2500; // an answer that was saved so recently is being written in another tab
 const FORMAT = "fastllm-conversations";
 const STATUSES = ["done", "length", "stopped", "cut", "error"];
 
@@ -32,6 +33,15 @@ async function changed(id) {
   }
 }
 
+// Writes to the browser's storage; where that is full or gone, the page goes on and says that it keeps nothing.
+export async function keep(conversation, messages = []) {
+  try {
+    await db.save(conversation, messages);
+  } catch {
+    update({ kept: false });
+  }
+}
+
 let shown = 0;
 
 // Shows a conversation, or for "" a new one. The address names it, so back and forward work.
@@ -48,7 +58,9 @@ export async function show(id) {
   if (!messages) {
     messages = new Map((await db.messages(id)).map((m) => [m.id, m]));
     for (const message of messages.values()) {
-      if (message.status === "streaming") message.status = message.content || message.reasoning ? "cut" : "error"; // the page went meanwhile
+      if (message.status !== "streaming") continue;
+      if (Date.now() - message.saved < ELSEWHERE_MS) setTimeout(() => state.current?.id === id && show(id), ELSEWHERE_MS);
+      else message.status = message.content || message.reasoning ? "cut" : "error"; // the page went meanwhile
     }
   }
   if (turn === shown) update({ current: conversation, messages, editing: null }); // unless another was chosen meanwhile
@@ -89,7 +101,7 @@ export async function search(text) {
 export async function change(conversation, patch) {
   Object.assign(conversation, patch);
   update();
-  await db.save(conversation);
+  await keep(conversation);
 }
 
 export async function remove(id) {
