@@ -35,6 +35,7 @@ class Fake:
         self.key = ""
         self.refuse: list[tuple[int, str, str]] = []
         self.template = ""
+        self.prefix = ""  # under which a proxy shows the server
         self.gone = threading.Event()  # a client has closed its stream
         self.page = Page()
         self.connections: set[socket.socket] = set()
@@ -98,7 +99,8 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             return False
 
         def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
+            path, _, query = self.path.removeprefix(fake.prefix).partition("?")
+            path = path or "/"
             if path in PATHS:
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 self.send(*fake.page.answer(path, headers, query.removeprefix("v=")))
@@ -118,6 +120,7 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             if self.refused():
                 return
+            assert self.path == f"{fake.prefix}/v1/chat/completions"
             fake.seen.append(body)
             if fake.refuse:
                 status, message, code = fake.refuse.pop(0)

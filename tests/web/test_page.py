@@ -6,6 +6,10 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
+from fastllm.server.page import Page
+
 PROSE = """A **bold** word, $E = mc^2$ and a [link](https://example.org/a?b=1).
 
 | left | right |
@@ -63,6 +67,19 @@ def test_code_is_copied_and_a_link_is_followed_only_after_a_question(open_tab, f
     dialog.wait_for(state="detached")
     assert tab.page.url.startswith(fake.url)
     assert not [url for url in tab.asked if not url.startswith(fake.url)]
+
+
+def test_copying_works_where_the_browser_has_no_clipboard_for_the_page(open_tab, fake):
+    """As on pages that come from another machine without TLS."""
+    fake.answers = [["[link](https://example.org/)"]]
+    tab = open_tab(fake.url, before="Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    tab.ask("Hi")
+    tab.answered("link").locator("a").click()
+    tab.button("Copy the address").click()
+    tab.page.get_by_text("Copied").wait_for()
+    tab.page.focus("#composer")
+    tab.page.keyboard.press("Control+v")
+    assert tab.page.input_value("#composer") == "https://example.org/"
 
 
 def test_stop_keeps_what_came_and_continue_goes_on_from_there(tab, fake):
@@ -433,3 +450,14 @@ def test_a_running_answer_goes_on_in_another_conversation(tab, fake):
     go.set()
     tab.page.locator(".list li", has_text="First").locator("a").click()
     tab.answered("begin end")
+
+
+@pytest.mark.parametrize(("root_path", "address"), [("/llm", "llm"), ("/llm", "llm/"), ("", "llm/")])
+def test_the_page_works_behind_a_proxy_with_a_prefix(open_tab, fake, root_path, address):
+    """With --root-path, and without it where the proxy takes the prefix away."""
+    fake.prefix, fake.page = "/llm", Page(root_path)
+    tab = open_tab(fake.url + address)
+    tab.ask("Hi")
+    tab.answered("Hello!")
+    tab.reload()
+    tab.answered("Hello!")

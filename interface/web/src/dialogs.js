@@ -68,7 +68,7 @@ function Link({ dialog }) {
     <p>${t("linkText")}</p>
     <p class="address" dir="ltr">${dialog.url}</p>
     <div class="row">
-      <button type="button" onClick=${() => (copy(dialog.url), close())}>${t("copyLink")}</button>
+      <button type="button" onClick=${() => (close(), setTimeout(() => copy(dialog.url)))}>${t("copyLink")}</button>
       <button type="button" class="primary" autofocus onClick=${open}>${t("open")}</button>
     </div>
   <//>`;

@@ -79,6 +79,7 @@ export default {
   giveResult: "Result of {name}",
   sendResults: "Send the results",
   rate: "{rate} tokens/s",
+  token: "1 token",
   tokens: "{count} tokens",
   first: "first after {seconds} s",
   serverDown: "The server cannot be reached. Trying again …",

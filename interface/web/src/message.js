@@ -135,9 +135,10 @@ function Answer({ message, run, last }) {
     ${!streaming && html`<${Notice} message=${message} empty=${empty} last=${last} />`}
     <div class="actions">
       ${
-        !streaming &&
-        html`<${Versions} message=${message} />
-          ${!empty && html`<${IconButton} icon="copy" label=${t("copy")} onClick=${() => copy(message.content)} />`}
+        streaming
+          ? !empty && html`<span class="pulse"></span>`
+          : html`<${Versions} message=${message} />
+          ${message.content && html`<${IconButton} icon="copy" label=${t("copy")} onClick=${() => copy(message.content)} />`}
           <${IconButton} icon="again" label=${t("regenerate")} disabled=${state.runs.has(message.conversation)} onClick=${() => actions.regenerate(message)} />
           ${!empty && html`<${IconButton} icon="fork" label=${t("branch")} onClick=${() => actions.branch(message)} />`}`
       }
@@ -205,7 +206,7 @@ function Figures({ message, run }) {
   const rate = run ? (run.pieces > 1 && seconds > 0.3 ? (run.pieces - 1) / seconds : 0) : message.timings?.rate;
   const parts = [];
   if (rate) parts.push(t("rate", { rate: rate.toFixed(1) }));
-  if (message.usage && !run) parts.push(t("tokens", { count: number(message.usage.completion) }));
+  if (message.usage && !run) parts.push(t(message.usage.completion === 1 ? "token" : "tokens", { count: number(message.usage.completion) }));
   if (message.firstMs && !run) parts.push(t("first", { seconds: (message.firstMs / 1000).toFixed(2) }));
   return parts.length ? html`<span class="figures">${parts.join(" · ")}</span>` : null;
 }

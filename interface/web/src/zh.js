@@ -79,6 +79,7 @@ export default {
   giveResult: "{name} 的结果",
   sendResults: "发送结果",
   rate: "{rate} 词元/秒",
+  token: "1 个词元",
   tokens: "{count} 个词元",
   first: "首词元 {seconds} 秒",
   serverDown: "无法连接服务器，正在重试……",
