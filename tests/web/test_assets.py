@@ -88,6 +88,8 @@ def test_both_languages_have_the_same_texts():
     keys = [re.findall(r"^  (\w+): \"", (WEB / "src" / f"{name}.js").read_text(), re.M) for name in ("en", "zh")]
     assert keys[0] == keys[1]
     assert len(keys[0]) > 100
+    used = set(re.findall(r"\bt\(\"(\w+)\"", "".join(path.read_text() for path in (WEB / "src").glob("*.js"))))
+    assert used <= set(keys[0])
     places = [dict(re.findall(r"^  (\w+): \"(.*)\"", (WEB / "src" / f"{name}.js").read_text(), re.M)) for name in ("en", "zh")]
     for key in keys[0]:
         assert sorted(re.findall(r"\{\w+\}", places[0][key])) == sorted(re.findall(r"\{\w+\}", places[1][key])), key

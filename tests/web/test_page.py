@@ -439,6 +439,19 @@ def test_a_reload_in_the_middle_keeps_what_had_come(tab, fake):
     tab.answered("So far, so good.")
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_does_not_come_back(tab, fake):
+    fake.answers = [["begin", threading.Event()]]
+    tab.ask("Delete me")
+    tab.page.locator(".markdown", has_text="begin").wait_for()
+    tab.button("Delete: Delete me").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    tab.count(".list li", 0)
+    assert fake.gone.wait(20)
+    tab.reload()
+    tab.count(".list .empty", 1)
+    tab.count(".list li", 0)
+
+
 def test_a_running_answer_goes_on_in_another_conversation(tab, fake):
     go = threading.Event()
     fake.answers = [["begin ", go, "end"], ["other"]]

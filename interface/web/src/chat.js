@@ -60,7 +60,7 @@ export async function ask(text, files) {
     const now = Date.now();
     const title = titleOf(text || files[0]?.name || "");
     conversation = { id: newId(), title, created: now, updated: now, head: null, ...structuredClone(state.draft) };
-    update({ current: conversation, messages: new Map(), conversations: [conversation, ...state.conversations] });
+    update({ current: conversation, messages: new Map(), conversations: [conversation, ...state.conversations], search: "", found: null });
   }
   const question = newMessage(conversation.id, "user", conversation.head, { content: text, ...(files.length ? { files } : {}) });
   state.messages.set(question.id, question);
@@ -125,6 +125,7 @@ async function answer(conversation, parent, { place, more = false } = {}) {
   update();
   message.saved = Date.now();
   keep(conversation, [message]);
+  const isThere = () => state.conversations.includes(conversation); // it may be deleted meanwhile
   let saved = -SAVE_MS;
   let drawn = 0;
   let timer = 0;
@@ -133,7 +134,7 @@ async function answer(conversation, parent, { place, more = false } = {}) {
     const before = performance.now();
     update();
     queueMicrotask(() => (drawn = performance.now() - before)); // long texts are drawn less often
-    if (before - saved > SAVE_MS) {
+    if (before - saved > SAVE_MS && isThere()) {
       saved = before;
       message.saved = Date.now();
       keep(conversation, [message]);
@@ -152,6 +153,7 @@ async function answer(conversation, parent, { place, more = false } = {}) {
   }
   clearTimeout(timer);
   state.runs.delete(conversation.id);
+  if (!isThere()) return;
   conversation.updated = Date.now();
   update({ conversations: [...state.conversations].sort((a, b) => b.updated - a.updated) });
   await keep(conversation, [message]);

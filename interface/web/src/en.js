@@ -28,7 +28,6 @@ export default {
   close: "Close",
   asMarkdown: "As Markdown, to read",
   asJson: "As JSON, to import again",
-  context: "Context",
   contextUsed: "{used} of {all} tokens of the context are used",
   conversationSettings: "Settings of this conversation",
   preferences: "Preferences",

@@ -105,18 +105,16 @@ export async function change(conversation, patch) {
 }
 
 export async function remove(id) {
+  update({ conversations: state.conversations.filter((c) => c.id !== id) }); // first, so that a running answer is not kept again
   state.runs.get(id)?.controller.abort();
-  state.runs.delete(id);
   await db.remove(id);
-  update({ conversations: state.conversations.filter((c) => c.id !== id) });
   if (state.current?.id === id) await startNew();
 }
 
 export async function removeAll() {
-  for (const run of state.runs.values()) run.controller.abort();
-  state.runs.clear();
-  await db.clear();
   update({ conversations: [] });
+  for (const run of state.runs.values()) run.controller.abort();
+  await db.clear();
   await startNew();
 }
 

@@ -28,7 +28,6 @@ export default {
   close: "关闭",
   asMarkdown: "Markdown，便于阅读",
   asJson: "JSON，可再次导入",
-  context: "上下文",
   contextUsed: "上下文已使用 {used} / {all} 个词元",
   conversationSettings: "本对话的设置",
   preferences: "偏好设置",
