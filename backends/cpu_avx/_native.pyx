@@ -22,7 +22,7 @@ cdef extern from "linear.h" nogil:
     size_t fl_packed_bytes(int layout, int64_t N, int64_t K)
     size_t fl_source_bytes(int layout, int64_t N, int64_t K)
     int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t strip1, const uint8_t *src, uint8_t *dst)
-    int fl_prepare_kind(int layout, int exact)
+    int fl_prepare_kind(int layout, int exact, int bf16)
     size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K)
     size_t fl_linear_scratch()
 
@@ -156,9 +156,9 @@ def layout_name(int layout) -> str:
     return (<bytes>name).decode()
 
 
-def prepare_kind(int layout, bint exact) -> int:
+def prepare_kind(int layout, bint exact, bint bf16=False) -> int:
     """How activations are prepared for a weight in this layout."""
-    return fl_prepare_kind(layout, exact)
+    return fl_prepare_kind(layout, exact, bf16)
 
 
 def prepared_bytes(int kind, int64_t rows, int64_t width) -> int:

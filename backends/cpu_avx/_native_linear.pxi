@@ -14,6 +14,7 @@ cdef extern from *:
         void (*linear)(const fl_weight *w, const fl_weight *up, const fl_acts *a, const fl_target *to, int strip0, int strip1,
                        void *scratch) noexcept nogil
         void (*unpack_row)(const fl_weight *w, int64_t n, float *out) noexcept nogil
+        int32_t bf16
     const fl_linear_ops *fl_linear_of(const char *isa) nogil
 
 cdef extern from "linear.h" nogil:
@@ -27,7 +28,7 @@ cdef extern from "linear.h" nogil:
         fl_acts *codes
         int32_t act
     int FL_ACT_NONE
-    void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int exact, int accumulate)
+    void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int kind, int accumulate)
 
 
 def packed_bytes(str layout, int64_t N, int64_t K) -> int:
@@ -79,6 +80,11 @@ cdef const fl_linear_ops *_linear_ops(str isa) except NULL:
     return ops
 
 
+def multiplies_bf16(str isa) -> bool:
+    """Whether a variant takes bf16 activations for bf16 weights. Raises ValueError for one that cannot run here."""
+    return _linear_ops(isa).bf16 != 0
+
+
 cdef int _weight(str layout, int64_t N, int64_t K, const uint8_t[::1] packed, fl_weight *w) except -1:
     w.layout, w.N, w.K = layout_number(layout), <int32_t>N, <int32_t>K
     if packed.shape[0] == 0 or <size_t>packed.shape[0] != fl_packed_bytes(w.layout, N, K):
@@ -107,7 +113,7 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
     if accumulate:
         to.add = to.y
     cdef int strips = <int>((N + FL_STRIP - 1) // FL_STRIP)
-    a.kind, a.rows, a.K = fl_prepare_kind(w.layout, exact), T, w.K
+    a.kind, a.rows, a.K = fl_prepare_kind(w.layout, exact, ops.bf16), T, w.K
     cdef size_t prepared = (fl_prepared_bytes(a.kind, T, w.K) + 63) // 64 * 64
     cdef char *memory = <char *>calloc(prepared + fl_linear_scratch() + 64, 1)
     if memory == NULL:
@@ -124,8 +130,8 @@ def linear_run(str isa, str layout, int64_t N, const uint8_t[::1] packed, const 
 
 
 def linear_reference(str layout, int64_t N, const uint8_t[::1] packed, const float[:, ::1] x, float[:, ::1] y, const float[::1] bias=None,
-                     bint exact=False, bint accumulate=False) -> None:
-    """The scalar specification of linear_run."""
+                     bint exact=False, bint accumulate=False, bint bf16=False) -> None:
+    """The scalar specification of linear_run. bf16: of a variant that multiplies bf16, as avx512 does."""
     cdef fl_weight w
     cdef const float *b = NULL
     _weight(layout, N, x.shape[1], packed, &w)
@@ -133,7 +139,7 @@ def linear_reference(str layout, int64_t N, const uint8_t[::1] packed, const flo
         raise ValueError("x, y and bias do not belong together")
     if bias is not None:
         b = &bias[0]
-    fl_linear_reference(&w, &x[0, 0], <int>x.shape[0], b, &y[0, 0], exact, accumulate)
+    fl_linear_reference(&w, &x[0, 0], <int>x.shape[0], b, &y[0, 0], fl_prepare_kind(w.layout, exact, bf16), accumulate)
 
 
 def linear_unpack_row(str isa, str layout, int64_t N, const uint8_t[::1] packed, int64_t n, float[::1] out) -> None:

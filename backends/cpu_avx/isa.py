@@ -8,7 +8,7 @@ from fastllm.api import UsageError
 
 from . import _native
 
-__all__ = ["best", "choose", "variants"]
+__all__ = ["best", "choose", "distrusted", "variants"]
 
 
 def variants() -> dict[str, str]:
@@ -19,6 +19,13 @@ def variants() -> dict[str, str]:
 def best() -> str:
     """The best variant that runs here, whatever the environment asks for."""
     return [name for name, why in variants().items() if not why][-1]
+
+
+def distrusted(asked: str) -> str:
+    """One line if the option `isa` left the choice to us and AMX was passed over because its self-test failed; "" otherwise."""
+    why = variants().get("amx", "")
+    free = asked == "auto" and os.environ.get("FASTLLM_ISA", "") in ("", "auto")
+    return f"cpu_avx takes {best()} instead of amx: {why}" if free and "self-test" in why else ""
 
 
 def choose(asked: str) -> str:

@@ -113,14 +113,16 @@ def lower(
     largest: StepDims,
     *,
     exact: bool,
+    bf16: bool,
     kv_dtype: str,
     threads: int,
     uses: Mapping[str, int] | None = None,
 ) -> Lowered:
-    """Instructions for `nodes`. source: value name -> operand; exact: f32 activations for quantised weights; uses: how often each value is
+    """Instructions for `nodes`. source: value name -> operand; exact: f32 activations for quantised weights; bf16: else
+    bf16 activations for bf16 weights; uses: how often each value is
     read in the whole graph, its views and the graph's outputs counted (a value that is not named is not fused away). Raises
     ShapeError for operands that no kernel takes (strides, sizes), UnsupportedError for an op there is none for."""
-    lowering = _Lowering(nodes, source, largest, exact, kv_dtype, threads, uses or {})
+    lowering = _Lowering(nodes, source, largest, exact, bf16, kv_dtype, threads, uses or {})
     index = 0
     while index < len(nodes):
         index += lowering.add(index)
@@ -134,12 +136,13 @@ class _Lowering:
         source: Callable[[str], Source],
         largest: StepDims,
         exact: bool,
+        bf16: bool,
         kv_dtype: str,
         threads: int,
         uses: Mapping[str, int],
     ):
         self.nodes, self.source, self.largest, self.uses = nodes, source, largest, uses
-        self.exact, self.kv_dtype, self.threads = exact, kv_dtype, threads
+        self.exact, self.bf16, self.kv_dtype, self.threads = exact, bf16, kv_dtype, threads
         self.result = Lowered()
         self.pending: tuple[list[Access], list[Access]] = (
             [],
@@ -279,7 +282,7 @@ class _Lowering:
         """x times the weight (and the one of up), with its epilogue: see fl_target in linear.h. codes: prepared at once, not written;
         reads: how many layers of the graph this is."""
         layout, count, width, _ = weights[0]
-        kind = _native.prepare_kind(layout, self.exact)
+        kind = _native.prepare_kind(layout, self.exact, self.bf16)
         acts = self._prepare(x, kind, width)
         acts.readers = max(0, acts.readers - reads)
         self.result.scratch_bytes = max(self.result.scratch_bytes, _native.linear_scratch())
@@ -367,7 +370,7 @@ class _Lowering:
     def _kind(self, node: Node) -> tuple[int, int]:
         """(kind, width) of the rows that a packed linear layer reads."""
         weight = packed_weight(self.source(str(node.inputs[1])))
-        return _native.prepare_kind(weight[0], self.exact), weight[2]
+        return _native.prepare_kind(weight[0], self.exact, self.bf16), weight[2]
 
     def _fuse_norm(self, node: Node) -> int:
         """A norm whose rows only packed linear layers of one kind read: straight to their prepared rows."""
@@ -660,7 +663,7 @@ class _Lowering:
                 fields += [0] * 7
                 continue
             number, _, k, address, stride = packed_stack(stack)
-            kind = _native.prepare_kind(number, self.exact)
+            kind = _native.prepare_kind(number, self.exact, self.bf16)
             acts = self.shared(("rows", kind, stack is down), _native.moe_prepared(kind, pairs, experts, k))
             rows_of = (0, 0) if bias is None else (matrix(bias)[0], matrix(bias)[3])  # one row for each expert
             fields += [number, address, stride, *rows_of, kind, acts]

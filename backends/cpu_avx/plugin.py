@@ -15,7 +15,10 @@ OPTIONS = {
         str, "auto", ("auto", "baseline", "avx2", "avx512", "amx"), help="instruction set; auto: the best that runs here"
     ),
     "act": Option(
-        str, "int8", ("int8", "f32"), help="activations of quantised linear layers: rounded to int8 (fast) or exact f32"
+        str,
+        "int8",
+        ("int8", "f32"),
+        help="activations of linear layers: rounded (fast), to int8 for quantised weights and to bf16 for bf16 weights where there is an instruction for it; or exact f32",
     ),
     "kv_dtype": Option(
         str, "f16", ("f16", "bf16", "f32", "int8"), help="how keys and values are cached, where `--kv-dtype` does not say"

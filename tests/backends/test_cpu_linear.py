@@ -66,10 +66,27 @@ class Case:
         """[N, K] f32."""
         return np.asarray(_kernels.decode(self.format, self.source, self.N * self.K)).reshape(self.N, self.K)
 
-    def reference(self, exact: bool = False, bias: bool = False, accumulate: bool = False) -> np.ndarray:
-        """y [T, N] by the scalar specification."""
-        y = self.before.copy()
-        _native.linear_reference(self.layout, self.N, self.packed, self.x, y, self.bias if bias else None, exact, accumulate)
+    def reference(
+        self, exact: bool = False, bias: bool = False, accumulate: bool = False, isa: str = "baseline"
+    ) -> np.ndarray:
+        """y [T, N] by the scalar specification; isa: whose, since what bf16 weights are multiplied with depends on it."""
+        y, b = self.before.copy(), self.bias if bias else None
+        if isa == "amx" and self.format == "bf16" and not exact:
+            sums = self.tile_sums() + self.bias if bias else self.tile_sums()
+            return y + sums if accumulate else sums
+        bf16 = isa in ("avx512", "amx")
+        _native.linear_reference(self.layout, self.N, self.packed, self.x, y, b, exact, accumulate, bf16)
+        return y
+
+    def tile_sums(self) -> np.ndarray:
+        """y [T, N] of bf16 weights by TDPBF16PS: of 32 k each, products of even and of odd k are summed apart, from zero."""
+        x, w = rounded(self.x), self.decoded()
+        y = np.zeros((self.T, self.N), np.float32)
+        for k0 in range(0, self.K, 32):
+            parts = np.zeros((2, self.T, self.N), np.float32)
+            for k in range(k0, min(k0 + 32, self.K)):
+                parts[k % 2] += np.outer(x[:, k], w[:, k])  # a product of two bf16 is an f32: the sum is a fused multiply-add
+            y += parts[0] + parts[1]
         return y
 
     def run(
@@ -89,11 +106,16 @@ class Case:
         return y
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To bf16, to nearest even."""
+    return np.asarray(_kernels.decode("bf16", _kernels.encode("bf16", x.reshape(-1)), x.size)).reshape(x.shape)
+
+
 def sizes(seed: int, format: str) -> tuple[int, int, int]:
     """T, N, K of a random case."""
     rng = np.random.default_rng(seed)
     block = max(FORMATS[format].block, 1)
-    T = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33, 150]))
+    T = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33, 70, 150, 230]))
     N = int(rng.integers(1, 201))
     K = block * int(rng.integers(1, 2048 // block + 1)) if block > 1 else int(rng.integers(1, 600))
     return T, N, K
@@ -229,6 +251,17 @@ def test_f32_sums_give_the_bits_of_the_specification(format: str, isa: str) -> N
             assert same_bits(got, want), (T, N, K)
 
 
+@pytest.mark.parametrize("isa", [name for name in RUNNABLE if _native.multiplies_bf16(name)])
+def test_bf16_weights_take_bf16_activations_and_give_the_bits_of_the_specification(isa: str) -> None:
+    for seed in range(12):
+        T, N, K = sizes(seed, "bf16")
+        case = Case(seed, "bf16", T, N, K + seed % 3 * 256)
+        options = {"bias": bool(seed & 1), "accumulate": bool(seed & 2)}
+        assert same_bits(case.run(isa, **options), case.reference(isa=isa, **options)), (T, N, K)
+        x, w = rounded(case.x).astype(np.float64), case.decoded().astype(np.float64)
+        assert np.all(np.abs(case.run(isa) - x @ w.T) <= 2.0**-23 * 16 * (np.abs(x) @ np.abs(w).T)), (T, N, K)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("isa", RUNNABLE)
 @pytest.mark.parametrize("format", pack.LAYOUTS)
@@ -296,6 +329,7 @@ class _Ops(ctypes.Structure):
             ),
         ),
         ("unpack_row", ctypes.CFUNCTYPE(None, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_void_p)),
+        ("bf16", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -311,14 +345,17 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     flags = ["-O2", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
     flags += [
         "-Wno-unused-function",
+        "-Wno-psabi",
         "-DFL_EMULATE",
         f"-DFL_VARIANT={request.param}",
         f"-DFL_{request.param.upper()}=1",
         f"-I{NATIVE}",
     ]
-    sources = [str(NATIVE / "kernels" / name) for name in ("linear.c", "elementwise.c")]
+    sources = [str(p) for p in sorted(NATIVE.glob("kernels/linear*.c"))] + [str(NATIVE / "kernels" / "elementwise.c")]
     subprocess.run([compiler, *flags, *sources, "-o", str(library), "-lm"], check=True)
-    return _Ops.in_dll(ctypes.CDLL(str(library)), f"fl_linear_table_{request.param}")
+    ops = _Ops.in_dll(ctypes.CDLL(str(library)), f"fl_linear_table_{request.param}")
+    ops.isa = request.param
+    return ops
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -328,7 +365,7 @@ def test_emulated_variants_give_the_bits_of_the_specification(format: str, exact
         T, N, K = sizes(seed, format)
         case = Case(seed, format, T, N, K)
         number = _native.layout_number(case.layout)
-        kind = _native.prepare_kind(number, exact)
+        kind = _native.prepare_kind(number, exact, bool(emulated.bf16))
         prepared = np.zeros(_native.prepared_bytes(kind, T, K), np.uint8)
         scratch = np.zeros(_native.linear_scratch() + 64, np.uint8)
         weight = _Weight(number, N, K, case.packed.ctypes.data)
@@ -337,7 +374,7 @@ def test_emulated_variants_give_the_bits_of_the_specification(format: str, exact
         start = scratch.ctypes.data + -scratch.ctypes.data % 64
         target = _Target(None, None, None, y.ctypes.data, N, N, None, -1)
         emulated.linear(weight, None, acts, target, 0, (N + 31) // 32, start)
-        assert same_bits(y, case.reference(exact=exact)), (T, N, K)
+        assert same_bits(y, case.reference(exact=exact, isa=emulated.isa)), (T, N, K)
         row = np.empty(K, np.float32)
         emulated.unpack_row(weight, N - 1, row.ctypes.data)
         assert same_bits(row, case.decoded()[-1])

@@ -27,12 +27,12 @@ LIMITS = StepLimits(max_tokens=64, max_sequences=1, max_rows=64, context=64, blo
 
 
 def tiny_logits(folder: Path) -> np.ndarray:
-    """[tokens, vocabulary] of a tiny fixture, whose weights are f32."""
+    """[tokens, vocabulary] of a tiny fixture, whose weights are f32 or bf16; bf16 activations would differ among variants."""
     ids = np.array(json.loads((folder / "fixture.json").read_text())["ids"], np.int32)
     registry = BackendRegistry()
     with open_model(folder) as files:
         model = models.build(files.kind, files.architecture, files.config, files.tensors)
-        backend = registry.open(registry.select("cpu_avx"), {})
+        backend = registry.open(registry.select("cpu_avx"), {"act": "f32"})
         backends = {"cpu_avx": backend}
         plan = make_plan(model.graph, model.weights, files.tensors, backends, Placement.on("cpu_avx"), LIMITS, fallback="error")
         executor = Executor(plan, model.weights, files.tensors, backends)

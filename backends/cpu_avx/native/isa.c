@@ -1,10 +1,11 @@
 /* The choice of a variant: CPUID says what the processor has, XGETBV what the operating system saves on a context switch, and for
  * AMX the kernel must grant the tile state to this process (arch_prctl). All three have to agree, or the first instruction of
- * a variant would kill the process.
+ * a variant would kill the process. AMX must pass a self-test, too (selftest.h).
  */
 #define _GNU_SOURCE
 #include "isa.h"
 
+#include <stdatomic.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -13,6 +14,8 @@
 #include <unistd.h>
 #endif
 #endif
+
+#include "selftest.h"
 
 extern const fl_kernels fl_kernels_baseline;
 #ifdef FL_HAVE_AVX2
@@ -68,6 +71,24 @@ static unsigned long long saved_state(void) {
     return ((unsigned long long)high << 32) | low;
 }
 
+#if defined(FL_HAVE_AMX) && defined(FL_HAVE_AVX512) && defined(__linux__)
+/* AMX was written without a machine that has it: its kernels are compared with those of avx512, once in a process, before they are used. */
+static const char *failed_selftest(void) {
+    static const char *const reasons[] = {
+        [FL_AGREE] = NULL,
+        [FL_DIFFER] = "its kernels gave other results than those of avx512 in the self-test at first use",
+        [FL_CRASHED] = "its kernels crashed in the self-test at first use",
+        [FL_UNTESTED] = "there was no memory or process for its self-test at first use",
+    };
+    static atomic_int known; /* 1 + the result; two threads that ask at once both test */
+    if (!atomic_load(&known)) atomic_store(&known, 1 + fl_compare_in_child(fl_kernels_amx.linear, fl_kernels_avx512.linear));
+    const int result = atomic_load(&known) - 1;
+    return result >= FL_AGREE && result <= FL_UNTESTED ? reasons[result] : reasons[FL_CRASHED];
+}
+#else
+static const char *failed_selftest(void) { return "this build cannot test it"; }
+#endif
+
 #define HAS(word, bit) (((word) >> (bit)) & 1u)
 
 static const char *missing_cpu(int isa) {
@@ -89,7 +110,7 @@ static const char *missing_cpu(int isa) {
 #if defined(__linux__)
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0) return "the kernel refuses AMX tiles to this process";
-    return NULL;
+    return failed_selftest();
 #else
     return "AMX is used on Linux only";
 #endif

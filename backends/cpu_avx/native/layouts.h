@@ -40,7 +40,11 @@
  * ARITHMETIC of f32, f16, bf16, and of all formats in exact mode (f32 activations, weights decoded to f32 as the file says):
  *     acc = 0
  *     for each block of 64 k, ascending:  b = 0;  for k ascending: b = fma(x, w, b);  acc = acc + b
- * Baseline has no fused multiply-add and rounds the product here, and only here: for block formats and for attention it finds the
+ * With bf16 weights and activations rounded to bf16 (variants with an instruction for it; to nearest even):
+ *     acc = 0;  for each block of 256 k, ascending:  b = 0;  for each pair of k, ascending: b = dot2(b);  acc = acc + b
+ * dot2 of avx512: b = fma(x, w, b) of the odd k, then of the even one. amx: see tiles.h; blocks are not used there. Both take
+ * denormals for zeros.
+ * Baseline has no fused multiply-add and rounds the product in f32 sums, and only here: for block formats and for attention it finds the
  * same bits through f64 (simd.h, vec.h), which for these sums would cost more than the rest of them.
  */
 #ifndef FL_LAYOUTS_H
@@ -135,7 +139,7 @@ static const fl_layout FL_LAYOUT[FL_LAYOUTS] = {
     [FL_BF16] = {"bf16.s32", 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, FL_SCALE_NONE, FL_TABLE_NONE, 0},
 };
 
-enum { FL_TILE_K = 32, FL_LINE = 4 * FL_STRIP, FL_LINEAR_SCRATCH = 65536 /* bytes per thread, all variants */ };
+enum { FL_TILE_K = 32, FL_LINE = 4 * FL_STRIP, FL_LINEAR_SCRATCH = 1152 << 10 /* bytes per thread, all variants */ };
 
 /* What a 4-bit code stands for. E2M1 values are doubled and moved up by 12, so that they are unsigned. */
 static const int8_t FL_NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -155,8 +159,9 @@ FL_INLINE int fl_halves(const fl_layout *L) { return L->group == 16 ? 2 : 1; }
 FL_INLINE int fl_group_tiles(const fl_layout *L) { return L->group <= FL_TILE_K ? 1 : L->group / FL_TILE_K; }
 
 /* Prepared activations, integer kinds: | codes: rows x code stride | group records: rows x group stride |. Strides are not powers of
- * two, so that the rows of a block do not fall in the same cache sets. A kind other than f32 is the k of a group. */
-enum { FL_KIND_F32 = 0, FL_KIND_INT8 = 32 };
+ * two, so that the rows of a block do not fall in the same cache sets. A kind other than f32 and bf16 is the k of a group. Rows of bf16
+ * are followed by zeros: kernels take whole steps of 32 k. */
+enum { FL_KIND_F32 = 0, FL_KIND_BF16 = 1, FL_KIND_INT8 = 32 };
 FL_INLINE int fl_act_group(const fl_layout *L) { return L->group < FL_KIND_INT8 ? FL_KIND_INT8 : L->group; }
 typedef struct {
     float scale;    /* sx */
@@ -170,6 +175,8 @@ FL_INLINE int8_t *fl_codes(const fl_acts *a, int row) { return (int8_t *)a->data
 FL_INLINE fl_group *fl_groups(const fl_acts *a, int row) {
     return (fl_group *)(a->data + (size_t)a->rows * fl_code_stride(a->K)) + (size_t)row * fl_group_stride(a->K);
 }
+FL_INLINE size_t fl_bf16_stride(int64_t K) { return (size_t)((K + 31) / 32 * 32 + 32); }
+FL_INLINE uint16_t *fl_bf16s(const fl_acts *a, int row) { return (uint16_t *)a->data + (size_t)row * fl_bf16_stride(a->K); }
 FL_INLINE float *fl_floats(const fl_acts *a, int row) { return (float *)a->data + (size_t)row * fl_float_stride(a->K); }
 
 /* ---- scalar access to a packed weight: the meaning of the layout, used by unpack_row and the reference ---- */

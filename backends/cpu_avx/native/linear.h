@@ -4,8 +4,8 @@
  *
  * A weight [N][K] is packed once (pack.c) in strips of FL_STRIP output rows, each strip contiguous and group after group, so that a
  * thread that owns strips [a, b) streams one range of memory. Activations are first brought to the form that the weight's
- * format wants (fl_prepare): int8 codes per (row, group) with f32 scales and group sums for block formats, plain f32 rows for 16- and
- * 32-bit weights and for the exact mode. Inner sums over a group are exact integers; the outer sum is f32, ascending groups, one
+ * format wants (fl_prepare): int8 codes per (row, group) with f32 scales and group sums for block formats, bf16 rows for bf16 weights
+ * where the variant has an instruction for them, plain f32 rows for the other 16- and 32-bit weights and for the exact mode. Inner sums over a group are exact integers; the outer sum is f32, ascending groups, one
  * fixed order for any number of rows, threads and for every variant.
  */
 #ifndef FL_LINEAR_H
@@ -59,7 +59,8 @@ int fl_pack(int layout, int64_t N, int64_t K, const uint8_t *src,
 int fl_pack_strips(int layout, int64_t N, int64_t K, int64_t strip0, int64_t strip1, const uint8_t *src, uint8_t *dst);
 /* The file bytes again. src: fl_packed_bytes; dst: fl_source_bytes; 0 ok. */
 int fl_unpack(int layout, int64_t N, int64_t K, const uint8_t *src, uint8_t *dst);
-int fl_prepare_kind(int layout, int exact);                  /* exact: f32 activations */
+/* exact: f32 activations; bf16: the variant multiplies bf16 (fl_linear_ops) */
+int fl_prepare_kind(int layout, int exact, int bf16);
 size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K); /* scratch for fl_acts.data */
 
 /* per variant, in the table of kernels.h */
@@ -72,11 +73,13 @@ typedef struct {
                    void *scratch);
     /* row `n` of a packed weight, decoded to f32 (embedding rows of a tied table); out[K] */
     void (*unpack_row)(const fl_weight *w, int64_t n, float *out);
+    int32_t bf16; /* 1: it has kernels for bf16 activations */
 } fl_linear_ops;
 
 size_t fl_linear_scratch(void);
 
-/* The specification (layouts.h), scalar and slow: y[T][N] of x[T][K], for tests. exact as in fl_prepare_kind. */
-void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int exact, int accumulate);
+/* The specification (layouts.h), scalar and slow: y[T][N] of x[T][K], for tests. kind: of fl_acts; for bf16
+ * activations what avx512 does. */
+void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int kind, int accumulate);
 
 #endif

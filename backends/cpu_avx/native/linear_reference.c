@@ -35,6 +35,31 @@ static float dot_f32(const fl_weight *w, int n, const float *x, float *decoded) 
     return acc;
 }
 
+static float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+/* To nearest even; denormals to zero, NaN stays NaN. */
+static float to_bf16(float x) {
+    const uint32_t bits = fl_float_bits(x);
+    if (isnan(x)) return fl_bits_float((bits | 0x400000) & 0xffff0000);
+    return flushed(fl_bits_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000));
+}
+
+static float dot_bf16(const fl_weight *w, int n, const float *x) {
+    const uint8_t *strip = w->data + (size_t)(n / FL_STRIP) * fl_strip_bytes(&FL_LAYOUT[w->layout], w->K);
+    float acc = 0.0f;
+    for (int k0 = 0; k0 < w->K; k0 += 256) {
+        float b = 0.0f;
+        for (int k = k0; k < w->K && k < k0 + 256; k += 2)
+            for (int i = k + 1; i >= k; i--) {
+                if (i >= w->K) continue;
+                const uint8_t *p = strip + ((size_t)i * FL_STRIP + (size_t)(n % FL_STRIP)) * 2;
+                b = flushed(fl_fma(to_bf16(x[i]), flushed(fl_bits_float((uint32_t)fl_u16(p) << 16)), b));
+            }
+        acc += b;
+    }
+    return acc;
+}
+
 static float dot_int8(const fl_weight *w, int n, const int8_t *codes, const float *sx) {
     const fl_layout *L = &FL_LAYOUT[w->layout];
     const uint8_t *strip = w->data + (size_t)(n / FL_STRIP) * fl_strip_bytes(L, w->K);
@@ -72,16 +97,17 @@ static void quantise(const float *x, int K, int group, int8_t *codes, float *sx)
     }
 }
 
-void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int exact, int accumulate) {
-    const int plain = fl_prepare_kind(w->layout, exact) == FL_KIND_F32;
+void fl_linear_reference(const fl_weight *w, const float *x, int T, const float *bias, float *y, int kind, int accumulate) {
     float *floats = malloc((size_t)w->K * 4 + 4);
     int8_t *codes = malloc((size_t)w->K + 4);
     for (int t = 0; t < T && floats && codes; t++) {
         const float *row = x + (size_t)t * (size_t)w->K;
-        if (!plain) quantise(row, w->K, fl_act_group(&FL_LAYOUT[w->layout]), codes, floats);
+        if (kind >= FL_KIND_INT8) quantise(row, w->K, fl_act_group(&FL_LAYOUT[w->layout]), codes, floats);
         for (int n = 0; n < w->N; n++) {
-            float v = plain ? dot_f32(w, n, row, floats) : dot_int8(w, n, codes, floats),
-                  *out = y + (size_t)t * (size_t)w->N + n;
+            float v = kind == FL_KIND_F32    ? dot_f32(w, n, row, floats)
+                      : kind == FL_KIND_BF16 ? dot_bf16(w, n, row)
+                                             : dot_int8(w, n, codes, floats);
+            float *out = y + (size_t)t * (size_t)w->N + n;
             if (bias) v += bias[n];
             *out = accumulate ? *out + v : v;
         }

@@ -29,7 +29,8 @@ size_t fl_source_bytes(int layout, int64_t N, int64_t K) {
     return L ? (size_t)N * (size_t)(K / L->block) * (size_t)L->block_bytes : 0;
 }
 
-int fl_prepare_kind(int layout, int exact) {
+int fl_prepare_kind(int layout, int exact, int bf16) {
+    if (layout == FL_BF16 && bf16 && !exact) return FL_KIND_BF16;
     return exact || layout >= FL_BLOCK_LAYOUTS ? FL_KIND_F32 : fl_act_group(&FL_LAYOUT[layout]);
 }
 
@@ -38,6 +39,7 @@ size_t fl_linear_scratch(void) { return FL_LINEAR_SCRATCH; }
 size_t fl_prepared_bytes(int kind, int64_t rows, int64_t K) {
     if (rows <= 0 || K <= 0) return 0;
     if (kind == FL_KIND_F32) return (size_t)rows * fl_float_stride(K) * 4;
+    if (kind == FL_KIND_BF16) return (size_t)rows * fl_bf16_stride(K) * 2;
     return (size_t)rows * (fl_code_stride(K) + fl_group_stride(K) * sizeof(fl_group));
 }
 

@@ -86,6 +86,16 @@ FL_INLINE vb vb_lookup(const int8_t *table16, vb index) {
 FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm512_set1_epi32(load_i32(p)); }
 FL_INLINE vi vi_of_bytes(vb a) { return a; }
 FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) { return _mm512_dpbusd_epi32(acc, u, s); }
+FL_INLINE vb vb_sub8(vb a, vb b) { return _mm512_sub_epi8(a, b); }
+/* Lane i: acc + odd * odd, then + even * even, of two bf16 each; denormals are zeros. */
+FL_INLINE vf dot2_bf16(vf acc, vb a, vb b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+/* Of 32 bf16 of one k and 32 of the next: both of rows 16v.. of each, side by side. */
+FL_INLINE vb vb_pairs(const uint8_t *even, const uint8_t *odd, int v) {
+    const __m512i first = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
+                                           0x270007, 0x260006, 0x250005, 0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+    const __m512i index = v ? _mm512_add_epi32(first, _mm512_set1_epi32(0x100010)) : first;
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(even), index, _mm512_loadu_si512(odd));
+}
 
 #elif defined(FL_AVX2) && !defined(FL_EMULATE)
 /* ---- AVX2 + FMA + F16C ------------------------------------------------------------------------------------------------ */
@@ -340,7 +350,23 @@ FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) {
         for (int k = 0; k < 4; k++) acc.v[i] += u.v[4 * i + k] * (int8_t)s.v[4 * i + k];
     return acc;
 }
+FL_INLINE vb vb_sub8(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] - b.v[i])); }
+FL_INLINE vb vb_pairs(const uint8_t *even, const uint8_t *odd, int v) {
+    FL_EACH(vb, 4 * FL_LANES, (i % 4 < 2 ? even : odd)[2 * (FL_LANES * v + i / 4) + i % 2]);
+}
 #undef FL_EACH
+/* One step of a product of bf16, as the instructions of x86 take it: denormals are zeros, before and after. */
+FL_INLINE float plain_flushed(float x) { return x < 0x1p-126f && x > -0x1p-126f ? x * 0.0f : x; }
+FL_INLINE float plain_bf16_fma(const uint8_t *a, const uint8_t *b, float c) {
+    const float x = plain_flushed(plain_float((uint32_t)plain_u16(a) << 16)),
+                y = plain_flushed(plain_float((uint32_t)plain_u16(b) << 16));
+    return plain_flushed(fl_fma(x, y, plain_flushed(c)));
+}
+FL_INLINE vf dot2_bf16(vf acc, vb a, vb b) {
+    for (int i = 0; i < FL_LANES; i++)
+        for (int odd = 1; odd >= 0; odd--) acc.v[i] = plain_bf16_fma(a.v + 4 * i + 2 * odd, b.v + 4 * i + 2 * odd, acc.v[i]);
+    return acc;
+}
 #endif
 
 #ifndef FL_SUM_BITS

@@ -516,10 +516,44 @@ static float store_codes(const float *x, int32_t n, int8_t *to, int64_t step) {
     return scale;
 }
 
+/* n <= 16 values to halves or to bf16, at `to`. */
+FL_INLINE void store_short(const float *x, int32_t n, int dtype, char *to) {
+    uint16_t out[16];
+#if defined(__F16C__) && !defined(FL_EMULATE)
+    if (dtype == FL_DT_F16 && n == 16) { /* the same bits as to_half1 */
+        for (int32_t i = 0; i < 16; i += 8)
+            _mm_storeu_si128((__m128i *)(void *)(to + 2 * i),
+                             _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+#endif
+    for (int32_t i = 0; i < n; i++) out[i] = dtype == FL_DT_F16 ? to_half1(x[i]) : to_bfloat1(x[i]);
+    memcpy(to, out, (size_t)n * sizeof out[0]);
+}
+
+/* Keys of n <= 16 tokens that stand side by side in a block, to their transposed rows: sixteen elements of each at a time. x: of the
+ * first token, `ld` apart; to: its place; step: elements from one row to the next. */
+static void store_keys(const float *x, int64_t ld, int32_t n, int32_t dim, int dtype, char *to, int64_t step) {
+    for (int32_t d0 = 0; d0 < dim; d0 += 16) {
+        float turned[16][16];
+        const int32_t count = dim - d0 < 16 ? dim - d0 : 16;
+        for (int32_t t = 0; t < n; t++)
+            for (int32_t d = 0; d < count; d++) turned[d][t] = x[t * ld + d0 + d];
+        for (int32_t d = 0; d < count; d++) {
+            char *row = to + (d0 + d) * step * fl_element_bytes(dtype);
+            if (dtype == FL_DT_F32) memcpy(row, turned[d], (size_t)n * sizeof(float));
+            else
+                store_short(turned[d], n, dtype, row);
+        }
+    }
+}
+
 /* One row of keys or values into the cache: element i at to[i · step]; scale: where that of the first group of int8 goes, those of the
  * others `scales` places behind one another. */
 static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale, int64_t scales) {
-    if (dtype == FL_DT_F32) {
+    if (step == 1 && (dtype == FL_DT_F16 || dtype == FL_DT_BF16)) {
+        for (int32_t i = 0; i < n; i += 16) store_short(x + i, n - i < 16 ? n - i : 16, dtype, to + 2 * i);
+    } else if (dtype == FL_DT_F32) {
         for (int32_t i = 0; i < n; i++) ((float *)to)[i * step] = x[i];
     } else if (dtype == FL_DT_F16) {
         for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_half1(x[i]);
@@ -532,22 +566,35 @@ static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t st
     }
 }
 
+/* Tokens from t on, up to 16 and before i1, whose slots follow each other inside of one block. */
+static int32_t neighbours(const fl_cache *c, const int32_t *slots, int64_t t, int64_t i1) {
+    int32_t n = 1;
+    while (n < 16 && t + n < i1 && slots[t + n] == slots[t] + n && slots[t + n] % c->block_size) n++;
+    return n;
+}
+
 void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                           int64_t i1) {
-    for (int64_t t = i0; t < i1; t++) {
+    const int apart = c->dtype != FL_DT_I8 && c->value_dim; /* keys are written apart, several tokens at once */
+    for (int64_t t = i0, n; t < i1; t += n) {
+        n = 1;
         if (slots[t] < 0) continue;
+        if (apart) n = neighbours(c, slots, t, i1);
         int64_t offset = slots[t] % c->block_size;
         char *head = c->p + slots[t] / c->block_size * c->block_bytes;
         for (int32_t h = 0; h < c->heads; h++, head += fl_head_bytes(c)) {
             float *scales = (float *)(head + fl_scales_at(c)) + offset; /* int8 only */
             int64_t step = c->value_dim ? fl_key_stride(c) : 1, first = c->value_dim ? offset : offset * c->key_dim;
             char *keys = head + first * fl_element_bytes(c->dtype);
-            store_row((const float *)key->p + t * key->s0 + h * key->s1, c->key_dim, c->dtype, keys, step, scales,
-                      c->block_size);
+            const float *x = (const float *)key->p + t * key->s0 + h * key->s1;
+            if (apart) store_keys(x, key->s0, (int32_t)n, c->key_dim, c->dtype, keys, step);
+            else
+                store_row(x, c->key_dim, c->dtype, keys, step, scales, c->block_size);
             if (!c->value_dim) continue;
             char *values = head + fl_values_at(c) + offset * c->value_dim * fl_element_bytes(c->dtype);
-            store_row((const float *)value->p + t * value->s0 + h * value->s1, c->value_dim, c->dtype, values, 1,
-                      scales + fl_kv_groups(c->key_dim) * c->block_size, c->block_size);
+            for (int64_t i = 0; i < n; i++, values += c->value_dim * fl_element_bytes(c->dtype))
+                store_row((const float *)value->p + (t + i) * value->s0 + h * value->s1, c->value_dim, c->dtype, values, 1,
+                          scales + fl_kv_groups(c->key_dim) * c->block_size, c->block_size);
         }
     }
 }

@@ -12,17 +12,30 @@
  * On AVX2 pairs of products are added in 16 bits for as long as the largest code allows (8, 4 or 2 steps), which leaves two
  * instructions for 32 multiply-adds; signed 8-bit codes need four. AVX-512 VNNI: one for 64.
  *
- * The amx variant uses these AVX-512 VNNI kernels for all row counts; it has no tile kernels yet.
+ * Variants of 16 lanes take many rows of block formats elsewhere: in linear_rows.c, with AMX in linear_tiles.c; and bf16 weights, of any
+ * number of rows, in linear_bf16.c and linear_tiles.c.
  */
+#include "linear_rows.h"
 #include "ops.h"
 #include "weights.h"
 
-enum { DEPTH = 64, ROW_BLOCK = 128, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
+enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
+
+#if FL_LANES == 16
+enum { ROW_BLOCK = MOST_ROWS };
+#else
+enum { ROW_BLOCK = 128 };
+#endif
 
 typedef struct {
     chunk weights;
     _Alignas(64) float acc[ROW_BLOCK][FL_STRIP], up[ROW_BLOCK][FL_STRIP]; /* sums of a strip, of w and of `up` */
     _Alignas(64) float values[DEPTH][FL_STRIP]; /* a block of 64 k as f32: plain formats and exact mode */
+#if FL_LANES == 16
+    _Alignas(64) uint8_t panels[PANEL_BYTES];
+    int made_for; /* the layout that the panels were made for, -1: none */
+    const fl_target *to;
+#endif
 } scratch_space;
 
 typedef char scratch_is_large_enough[sizeof(scratch_space) <= FL_LINEAR_SCRATCH ? 1 : -1];
@@ -87,6 +100,10 @@ static void prepare(fl_acts *a, const float *x, size_t ldx, int row0, int row1) 
         int8_t *codes = fl_codes(a, row);
         fl_group *record = fl_groups(a, row);
         if (a->kind == FL_KIND_F32) memcpy(fl_floats(a, row), in, (size_t)a->K * 4);
+#if FL_LANES == 16
+        else if (a->kind == FL_KIND_BF16)
+            FL_NAME(fl_to_bf16)(in, a->K, fl_bf16s(a, row));
+#endif
         else if (a->kind == 32)
             for (int k = 0; k < a->K; k += 32) quantise_group(in + k, 32, codes + k, record++);
         else
@@ -236,12 +253,6 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
         vf_store(out[r] + FL_LANES * v, vsum_float(acc[r][v]));
 }
 
-/* Up to how many rows codes are taken from packed memory again for each four of them, instead of unpacking them once (measured): always,
- * where a multiply-add takes four products and codes need one operation at most. */
-FL_INLINE int direct_rows(const fl_layout *L) {
-    return !FL_WIDEN && !L->lines && !L->high && !L->table ? ROW_BLOCK : DIRECT_ROWS;
-}
-
 /* Sums of up to ROW_BLOCK rows straight from packed memory, four at a time. */
 KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip,
                         float (*out)[FL_STRIP]) {
@@ -262,6 +273,7 @@ KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, 
     }
 }
 
+#if FL_LANES != 16 /* linear_rows.c has those of 16 lanes */
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
 
 /* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. next, lines: the packed chunk behind
@@ -310,7 +322,7 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int 
         const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K, calls = (rows + 3) / 4 * tiles;
         const int size = tiles * FL_TILE_K / L->block * (int)block, lines = (size / 64 + calls - 1) / calls;
         const uint8_t *next = packed + size, *end = next + size;
-        unpack_chunk(L, packed, tiles, &c->weights);
+        unpack_chunk(L, 0, packed, tiles, &c->weights);
         packed = next;
         for (int r = 0; r < rows; r += 4, next += 64 * lines * tiles) {
             const int8_t *x = fl_codes(a, row0 + r) + k0;
@@ -326,6 +338,8 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int 
         }
     }
 }
+
+#endif
 
 /* ---- f32 sums: plain formats, and every format in exact mode --------------------------------------------------------------- */
 
@@ -473,14 +487,22 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
 }
 
 /* acc[r] = sums of `rows` <= ROW_BLOCK rows of one strip. */
+#if FL_LANES == 16 /* what comes here are few rows, or such long ones that no panel holds them */
+#define BLOCK_SUMS(layout) decode_rows(layout, w, a, row0, rows, strip, acc)
+#else
+#define BLOCK_SUMS(layout)                                                                                                     \
+    if (rows <= DIRECT_ROWS) decode_rows(layout, w, a, row0, rows, strip, acc);                                                \
+    else                                                                                                                       \
+        prefill(layout, w, a, row0, rows, strip, c, acc)
+#endif
 #define INT8_LAYOUT(layout)                                                                                                    \
     static void sums_##layout(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,           \
                               float (*acc)[FL_STRIP]) {                                                                        \
-        if (a->kind == FL_KIND_F32) prefill_values(layout, w, a, row0, rows, strip, c, acc);                                   \
-        else if (rows <= direct_rows(&FL_LAYOUT[layout]))                                                                      \
-            decode_rows(layout, w, a, row0, rows, strip, acc);                                                                 \
-        else                                                                                                                   \
-            prefill(layout, w, a, row0, rows, strip, c, acc);                                                                  \
+        if (a->kind == FL_KIND_F32) {                                                                                          \
+            prefill_values(layout, w, a, row0, rows, strip, c, acc);                                                           \
+            return;                                                                                                            \
+        }                                                                                                                      \
+        BLOCK_SUMS(layout);                                                                                                    \
     }                                                                                                                          \
     static void unpack_##layout(const fl_weight *w, int64_t n, float *out) { unpack_values(layout, w, n, out); }
 
@@ -543,17 +565,75 @@ static int rows_per_block(const fl_acts *a) {
     return fits < 32 ? 32 : fits > ROW_BLOCK ? ROW_BLOCK : (int)fits;
 }
 
+#ifdef FL_AMX
+enum { TILE_ROWS = 16 }; /* from which on tiles are used */
+/* Rows of a block if these layers take tiles, else 0. */
+static int rows_of_many(const fl_weight *w, const fl_weight *up, const fl_acts *a) {
+    (void)w, (void)up;
+    return a->kind < FL_KIND_INT8 || a->rows < TILE_ROWS ? 0 : FL_NAME(fl_tile_rows)(a);
+}
+
+static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
+                      float (*acc)[FL_STRIP]) {
+    FL_NAME(fl_tile_sums)(w, a, row0, rows, strip, c->panels, &c->weights, acc);
+}
+#elif FL_LANES == 16
+/* Rows of a block if these layers take panels, else 0. */
+static int rows_of_many(const fl_weight *w, const fl_weight *up, const fl_acts *a) {
+    if (a->kind < FL_KIND_INT8 || a->rows <= DIRECT_ROWS) return 0;
+    const int rows = FL_NAME(fl_block_rows)(&FL_LAYOUT[w->layout], a->rows, a->K);
+    const int other = up ? FL_NAME(fl_block_rows)(&FL_LAYOUT[up->layout], a->rows, a->K) : rows;
+    return rows < other ? rows : other;
+}
+
+static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
+                      float (*acc)[FL_STRIP]) {
+    if (c->made_for < 0 || !FL_NAME(fl_same_panels)(&FL_LAYOUT[c->made_for], &FL_LAYOUT[w->layout]))
+        FL_NAME(fl_make_panels)(&FL_LAYOUT[w->layout], a, row0, rows, c->panels);
+    c->made_for = w->layout;
+    char *target = NULL;
+    size_t ldt = 0;
+    if (acc == c->acc && c->to->codes)
+        target = (char *)(fl_codes(c->to->codes, row0) + strip * FL_STRIP), ldt = fl_code_stride(c->to->codes->K);
+    else if (acc == c->acc)
+        target = (char *)(c->to->y + (size_t)row0 * c->to->ldy + strip * FL_STRIP), ldt = c->to->ldy * sizeof(float);
+    FL_NAME(fl_sum_panels)(w, rows, strip, c->panels, &c->weights, acc, target, ldt);
+}
+
+#endif
+
+#if FL_LANES == 16
+static void bf16_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
+                      float (*acc)[FL_STRIP]) {
+    FL_NAME(fl_bf16_sums)(w, a, row0, rows, strip, c->panels, acc);
+}
+#endif
+
 static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, const fl_target *to, int strip0, int strip1,
                    void *scratch) {
     scratch_space *c = scratch;
-    const int step = rows_per_block(a);
+    void (*w_sums)(const fl_weight *, const fl_acts *, int, int, int, scratch_space *, float (*)[FL_STRIP]) = sums[w->layout];
+    void (*up_sums)(const fl_weight *, const fl_acts *, int, int, int, scratch_space *, float (*)[FL_STRIP]) =
+        up ? sums[up->layout] : NULL;
+    int step = rows_per_block(a);
+#if FL_LANES == 16
+    const int many = rows_of_many(w, up, a);
+    if (many) step = many, w_sums = up_sums = many_sums;
+    if (a->kind == FL_KIND_BF16) step = FL_NAME(fl_bf16_rows)(a->K), w_sums = up_sums = bf16_sums;
+#ifdef FL_AMX
+    FL_NAME(fl_tiles_begin)(c->panels);
+#endif
+#endif
     for (int row0 = 0; row0 < a->rows; row0 += step) {
         const int rows = a->rows - row0 < step ? a->rows - row0 : step;
+#if FL_LANES == 16
+        c->made_for = -1, c->to = to;
+#endif
         for (int s = strip0; s < strip1; s++) {
-            sums[w->layout](w, a, row0, rows, s, c, c->acc);
+            w_sums(w, a, row0, rows, s, c, c->acc);
             add_bias(to->bias, rows, s, w->N, c->acc);
             if (up) {
-                sums[up->layout](up, a, row0, rows, s, c, c->up);
+                up_sums(up, a, row0, rows, s, c, c->up);
                 add_bias(to->up_bias, rows, s, w->N, c->up);
             }
             if (to->act != FL_ACT_NONE) {
@@ -564,8 +644,11 @@ static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, co
             store_strip(to, row0, rows, s, w->N, c->acc);
         }
     }
+#ifdef FL_AMX
+    FL_NAME(fl_tiles_end)(c->panels);
+#endif
 }
 
 static void unpack_row(const fl_weight *w, int64_t n, float *out) { unpackers[w->layout](w, n, out); }
 
-const fl_linear_ops FL_NAME(fl_linear_table) = {prepare, linear, unpack_row};
+const fl_linear_ops FL_NAME(fl_linear_table) = {prepare, linear, unpack_row, FL_LANES == 16};

@@ -110,15 +110,22 @@ FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const
     return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
 }
 
-/* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. */
-KERNEL void unpack_chunk(const fl_layout *L, const uint8_t *p, int tiles, chunk *c) {
+/* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. centred: codes minus
+ * their zero, signed (16 lanes only). */
+KERNEL void unpack_chunk(const fl_layout *L, const int centred, const uint8_t *p, int tiles, chunk *c) {
     const uint8_t *head = p, *tile = p + L->head;
     const int tile_bytes = fl_tile_bytes(L), halves = fl_halves(L), group = fl_group_tiles(L);
     float dm[2 * FL_STRIP];
+    (void)centred;
     convert_head(L, head, dm);
     for (int t = 0; t < tiles; t++) {
-        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++)
-            vb_store(c->codes[t] + FL_LINE * j + VB * v, codes_of(L, tile, j, v));
+        UNROLL for (int j = 0; j < FL_TILE_K / 4; j++) UNROLL for (int v = 0; v < VECTORS; v++) {
+            vb q = codes_of(L, tile, j, v);
+#if FL_LANES == 16
+            if (centred) q = vb_sub8(q, vb_set1((uint8_t)zero_of(L)));
+#endif
+            vb_store(c->codes[t] + FL_LINE * j + VB * v, q);
+        }
         if (t % group == 0)
             for (int half = 0; half < halves; half++)
                 for (int v = 0; v < VECTORS; v++) {

@@ -1,0 +1,43 @@
+/* What linear.c asks of the files that only variants of 16 lanes have: many rows of a block format at once (linear_rows.c, and for amx
+ * linear_tiles.c), and bf16 weights (linear_bf16.c, linear_tiles.c). */
+#ifndef FL_LINEAR_ROWS_H
+#define FL_LINEAR_ROWS_H
+#include "weights.h"
+
+#if FL_LANES == 16
+enum { PANEL_ROWS = 6, MOST_ROWS = 192, PANEL_BYTES = 1 << 20 };
+#ifdef FL_AMX
+enum { ROW_STEP = 32 };
+#else
+enum { ROW_STEP = PANEL_ROWS };
+#endif
+
+#ifndef FL_AMX
+/* Rows of a block, of `rows` in all, whose panels fit: a multiple of PANEL_ROWS, or 0 if not even one panel does. */
+int FL_NAME(fl_block_rows)(const fl_layout *L, int rows, int K);
+/* Whether panels that were made for one layout serve the other. */
+int FL_NAME(fl_same_panels)(const fl_layout *one, const fl_layout *other);
+/* Rows [row0, row0 + rows) of a, for weights of this layout, to panels [PANEL_BYTES]. */
+void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels);
+/* acc[r] = sums of these rows of one strip; acc has a whole number of panels. target: where row 0 will be written, ldt bytes from one row
+ * to the next: asked for while the last sums are made. NULL: nowhere. */
+void FL_NAME(fl_sum_panels)(const fl_weight *w, int rows, int strip, const uint8_t *panels, chunk *c, float (*acc)[FL_STRIP],
+                            const char *target, size_t ldt);
+#else
+/* Before the first and after the last of the functions below; space [PANEL_BYTES] is theirs between. */
+void FL_NAME(fl_tiles_begin)(void *space);
+void FL_NAME(fl_tiles_end)(void *space);
+int FL_NAME(fl_tile_rows)(const fl_acts *a); /* rows of a block */
+/* acc[r] = sums of these rows of one strip. */
+void FL_NAME(fl_tile_sums)(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, void *space, chunk *c,
+                           float (*acc)[FL_STRIP]);
+#endif
+/* bf16: a row of activations; rows of a block; acc[r] = sums of these rows of one strip, with 16 KB of scratch, amx: the
+ * space of its tiles. */
+void FL_NAME(fl_to_bf16)(const float *x, int K, uint16_t *out);
+int FL_NAME(fl_bf16_rows)(int K);
+void FL_NAME(fl_bf16_sums)(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, void *space,
+                           float (*acc)[FL_STRIP]);
+#endif
+
+#endif
