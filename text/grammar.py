@@ -185,6 +185,10 @@ class GrammarCompiler:
 
         return self._compiled("grammar", text, source, param)
 
+    def bundle(self, text: str, param: str = "tools") -> Grammar:
+        """Grammars in the library's own JSON, as `output.call_grammars` makes them; never a client's text."""
+        return self._compiled("bundle", text, lambda: text, param)
+
     def after(self, grammar: Grammar, text: str, opening: int | None = None) -> Callable[[], After]:
         """The grammar, from behind a text on that the answer writes first; opening: it may also begin at once, instead of with this token."""
         return lambda: After(grammar(), text.encode(), self._bytes_of, opening)
@@ -212,7 +216,7 @@ class GrammarCompiler:
                 trigger["marker"].encode(),
                 trigger["keep"],
                 re.compile(trigger["pattern"].encode()) if trigger["pattern"] else None,
-                self.grammar(trigger["source"], param),
+                self.bundle(trigger["source"], param),
             )
             for trigger in triggers
         ]

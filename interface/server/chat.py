@@ -6,10 +6,11 @@ from typing import Any
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
-from ..text.output import Delta, OutputParser
+from ..text.output import Delta
 from .answers import Identity, error_body
 from .generation import Answer, Generation, Usage
 from .logprobs import chat_entry
+from .reading import read
 from .sse import DONE, frame
 
 __all__ = ["ChatWriter"]
@@ -36,7 +37,7 @@ class ChatWriter:
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
         """The role with the first token, then text."""
         entries = [chat_entry(self._generation.tokenizer, entry, cut) for entry, cut in logprobs]
-        deltas = [Delta(content=text)] if answer.parser is None else self._read(answer, answer.parser, text)
+        deltas = read(self._generation, answer, text)
         if not self._generation.ready.stream:
             self._logprobs.setdefault(answer.index, []).extend(entries)
             self._message(answer.index, deltas)
@@ -51,21 +52,6 @@ class ChatWriter:
         for number, delta in enumerate(worded):
             frames += self._chunk(answer.index, delta, None, {"content": entries} if entries and number == 0 else None)
         return frames
-
-    def _read(self, answer: Answer, parser: OutputParser, text: str) -> list[Delta]:
-        """Takes text apart; at the answer's end also what was held back, and then why it ended is known."""
-        had_call = parser.num_calls > 0
-        deltas = parser.feed(text)
-        if answer.finish_reason is not None:
-            cut = parser.in_call and answer.finish_reason == "length"
-            deltas += parser.finish()
-            answer.parser = None
-            if parser.num_calls and not cut:
-                answer.finish_reason = "tool_calls"
-        if self._generation.one_call and parser.num_calls:  # what follows the one call is not wanted
-            first = next((i for i, delta in enumerate(deltas) if delta.call and delta.call.complete), -1)
-            deltas = [] if had_call else deltas[: first + 1]
-        return deltas
 
     def _worded(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Chunks of a delta: a call is its name, then pieces of its arguments."""

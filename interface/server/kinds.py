@@ -7,12 +7,12 @@ that only prepare: their answer is bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-from ..core.errors import InvalidRequest, UnsupportedContent
+from ..core.errors import FastLLMError, InvalidRequest
 from ..core.sampling import SamplingParams
 from .prepare import (
     Kitchen,
@@ -27,93 +27,82 @@ from .prepare import (
     render_text,
 )
 from .schemas import ChatBody, CountBody, DetokenizeBody, EmbeddingsBody, MessagesBody, RerankBody, ResponsesBody, TokenizeBody
+from .translate import messages_words, raw_tools, renamed, responses_words
 
 __all__ = ["prepare"]
 
-INLINE: Final = {"reasoning_format": "none"}  # these interfaces give reasoning as text
+MESSAGES_NAMES: Final = {  # a chat's names -> those of Messages
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice": "tool_choice",
+    "max_tokens": "max_tokens",
+}
+RESPONSES_NAMES: Final = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
 
 
-def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, Any]] | str:
-    """Content as parts of a chat. Raises UnsupportedContent for what is not text."""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for index, part in enumerate(content if isinstance(content, list) else []):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise UnsupportedContent(f"{where}[{index}] is of type {kind!r:.60}; this server takes text only", who=where, param=where)
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}[{index}] has no text", who=where, param=where)
-        parts.append({"type": "text", "text": part["text"]})
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a text or a list of parts", who=where, param=where)
-    return parts
+def _as_chat(kitchen: Kitchen, words: dict[str, Any], ready: Prepared, names: Mapping[str, str], raw: Mapping[str, tuple[str, str]] | None = None) -> None:
+    """A body in a chat's words; what is wrong with it is said in its own."""
+    try:
+        chat(kitchen, ChatBody.model_validate(words), ready, raw or {})
+    except ValidationError as error:
+        raise renamed(explain(error), names) from None
+    except FastLLMError as error:
+        raise renamed(error, names) from None
+    if ready.constraint is not None:
+        ready.constraint["param"] = names.get(ready.constraint["param"], ready.constraint["param"])
 
 
-# Messages -----------------------------------------------------------------------------------------------------------------
-
-
-def _of_messages(body: CountBody) -> dict[str, Any]:
-    """The conversation of an Anthropic body as fields of a chat; a last message of the assistant is a beginning to go on from."""
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-        messages.append({"role": "system", "content": text})
-    for index, message in enumerate(body.messages):
-        messages.append({"role": message.role, "content": _texts(message.content, f"messages[{index}].content", ("text",))})
-    continues = body.messages[-1].role == "assistant"
-    return {"messages": messages, "continue_final_message": continues, "model": body.model}
+def _thinking(kitchen: Kitchen, body: CountBody, words: dict[str, Any]) -> None:
+    """`thinking` as the template's variable and a budget; without it the model is told not to think, if it can be told."""
+    thinking = body.thinking
+    if kitchen.template is not None and "enable_thinking" in kitchen.template.variables:
+        words["chat_template_kwargs"] = {"enable_thinking": thinking is not None and thinking.type != "disabled"}
+    if thinking is not None and thinking.type == "enabled":
+        words["thinking_budget"] = thinking.budget_tokens
 
 
 def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/messages."""
     ready = Prepared()
     body: MessagesBody = check_body(kitchen, "messages", raw, ready)
-    same = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-    chat(kitchen, ChatBody.model_validate({**_of_messages(body), **same, "stop": body.stop_sequences, **INLINE}), ready)
+    words = messages_words(body)
+    _thinking(kitchen, body, words)
+    _as_chat(kitchen, words, ready, MESSAGES_NAMES)
     return ready
 
 
 def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
     """POST /v1/messages/count_tokens."""
     body: CountBody = check_body(kitchen, "count", raw, Prepared())
-    parts = render_text(kitchen, ChatBody.model_validate(_of_messages(body))).parts
+    words = messages_words(body)
+    _thinking(kitchen, body, words)
+    parts = render_text(kitchen, ChatBody.model_validate(words)).parts
     return _json({"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
-
-
-# Responses ----------------------------------------------------------------------------------------------------------------
 
 
 def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/responses."""
     ready = Prepared()
     body: ResponsesBody = check_body(kitchen, "responses", raw, ready)
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        kind = item.get("type", "message")
-        if kind != "message":
-            raise UnsupportedContent(f"{where} is of type {kind!r:.60}; this server takes messages only", who=where, param=where)
-        role = item.get("role")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise InvalidRequest(f"{where}.role is {role!r:.60}", who=where, fix="user, assistant, system or developer", param=f"{where}.role")
-        content = _texts(item.get("content"), f"{where}.content", ("input_text", "output_text", "text"))
-        messages.append({"role": role, "content": content})
-    same = {name: getattr(body, name) for name in ("model", "stream", "temperature", "top_p", "top_logprobs")}
-    effort = body.reasoning.effort if body.reasoning else None
-    wanted = True if body.top_logprobs is not None else None
-    words = {**same, "messages": messages, "max_tokens": body.max_output_tokens, "logprobs": wanted, "reasoning_effort": effort, **INLINE}
-    chat(kitchen, ChatBody.model_validate(words), ready)
+    words = responses_words(body)
+    custom, formats = raw_tools(body)
+    _as_chat(kitchen, words, ready, RESPONSES_NAMES, formats)
+    format = body.text.format if body.text else None
     ready.detail = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tools": body.tools or [],
         "tool_choice": body.tool_choice or "auto",
-        "reasoning": {"effort": effort, "summary": None},
+        "text": {"format": {"type": "text"} if format is None else format.model_dump(exclude_none=True, by_alias=True)},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "custom": custom,
     }
     return ready
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Final
+
+from pydantic_core import from_json
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
 from .answers import Identity, error_body
 from .generation import Answer, Generation, Usage
+from .reading import Block, Blocks, read
 from .sse import event_frame
 
 __all__ = ["PING", "MessagesWriter"]
 
 PING: Final = event_frame("ping", {})
-_REASONS: Final = {"length": "max_tokens", "stop": "end_turn"}
+_REASONS: Final = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
 class MessagesWriter:
-    """A `Writer` with one block of text."""
+    """A `Writer` with blocks of thinking, text and tool use, one open at a time."""
 
     def __init__(self, identity: Identity, generation: Generation):
         self._identity, self._generation = identity, generation
-        self._open = False
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}
+        self._open: Block | None = None
 
     def _message(self, usage: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {
@@ -41,19 +47,37 @@ class MessagesWriter:
         usage = {"input_tokens": len(self._generation.ready.prompts[0]), "output_tokens": 0}
         return event_frame("message_start", {"message": self._message(usage)})
 
+    def _content(self, block: Block, *, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
+        if block.kind == "call":
+            call_id = self._ids.setdefault(block.index, f"toolu_{secrets.token_hex(12)}")
+            return {"type": "tool_use", "id": call_id, "name": block.name, "input": from_json(text or "{}", allow_partial=True)}
+        return {"type": "thinking", "thinking": text, "signature": ""} if block.kind == "reasoning" else {"type": "text", "text": text}
+
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
-        """A delta; the first opens the block."""
-        if not text or not self._generation.ready.stream:
-            return b""
+        """Deltas; the first of a block opens it, and closes the one before."""
         frames = b""
-        if not self._open:
-            self._open = True
-            frames = event_frame("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
-        return frames + event_frame("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
+        for block, new_text, new in self._blocks.add(read(self._generation, answer, text)):
+            if not self._generation.ready.stream:
+                continue
+            if new:
+                frames += self._close()
+                self._open = block
+                frames += event_frame("content_block_start", {"index": block.index, "content_block": self._content(block, empty=True)})
+            if new_text:
+                frames += event_frame("content_block_delta", {"index": block.index, "delta": _delta(block, new_text)})
+            if block.complete:
+                frames += self._close()
+        return frames
+
+    def _close(self) -> bytes:
+        block, self._open = self._open, None
+        return b"" if block is None else event_frame("content_block_stop", {"index": block.index})
 
     def finish(self, answer: Answer) -> bytes:
-        """Closes the block."""
-        return event_frame("content_block_stop", {"index": 0}) if self._open else b""
+        """What was held back, and the end of the last block."""
+        frames = self.piece(answer, "", []) if answer.parser is not None else b""
+        return frames + self._close()
 
     def _end(self) -> dict[str, Any]:
         answer = self._generation.answers[0]
@@ -72,8 +96,13 @@ class MessagesWriter:
 
     def body(self, usage: Usage) -> dict[str, Any]:
         """The whole message."""
-        text = self._generation.answers[0].text
-        return self._message(_usage(usage), content=[{"type": "text", "text": text}] if text else [], **self._end())
+        return self._message(_usage(usage), content=[self._content(block) for block in self._blocks.all], **self._end())
+
+
+def _delta(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "input_json_delta", "partial_json": text}
+    return {"type": "thinking_delta", "thinking": text} if block.kind == "reasoning" else {"type": "text_delta", "text": text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

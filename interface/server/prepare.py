@@ -264,8 +264,8 @@ def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
     return ready
 
 
-def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared) -> None:
-    """Fills `ready` from a chat, which may be one of another interface in this one's words."""
+def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: Mapping[str, tuple[str, str]] | None = None) -> None:
+    """Fills `ready` from a chat, which may be one of another interface in this one's words. raw: tools whose input is a text with a grammar."""
     asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
     if asked == 0:
         raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
@@ -273,7 +273,7 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared) -> None:
         raise InvalidRequest("top_logprobs needs logprobs: true", who="top_logprobs", fix="send both", param="top_logprobs")
     ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     template = _template(kitchen)
-    use = tool_use(body, template, kitchen.tool_parser)
+    use = tool_use(body, template, kitchen.tool_parser, raw)
     rendered = render_text(kitchen, body, use)
     _shape_answer(kitchen, body, use, rendered.text, ready)
     add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked)

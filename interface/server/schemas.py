@@ -15,6 +15,8 @@ __all__ = [
     "MAX_PROMPTS",
     "MAX_TEXTS",
     "REFUSED",
+    "AllowedChoice",
+    "AnthropicTool",
     "Body",
     "ChatBody",
     "CompletionBody",
@@ -138,6 +140,20 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
+class Allowed(Body):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=128)]
+
+
+class AllowedChoice(Body):
+    """The tools that may be called this time."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
@@ -153,7 +169,7 @@ class ChatBody(Sampling):
     thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")
     tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
 
 
@@ -248,9 +264,42 @@ class AnthropicMessage(Body):
 
 
 class Thinking(Body):
-    """`thinking`."""
+    """`thinking`; a model that does not reason leaves its budget unused."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
+
+
+class AnthropicTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
+    type: str | None = Field(None, description="custom; tools that a vendor hosts are refused.")
+    description: str | None = None
+    input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the input.")
+    strict: bool | None = None
+
+
+class AnthropicChoice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="At most one call.")
+
+
+class AnthropicFormat(Body):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] | bool = Field(alias="schema", description="What the text must look like.")
+
+
+class OutputConfig(Body):
+    """`output_config`."""
+
+    effort: str | None = Field(None, description="How long the model may reason; only of a model that reasons.")
+    format: AnthropicFormat | None = None
 
 
 class CountBody(Body):
@@ -260,7 +309,9 @@ class CountBody(Body):
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=65536)
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list.")
+    tools: Annotated[list[AnthropicTool], Field(max_length=128)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesBody(CountBody):
@@ -277,7 +328,11 @@ class MessagesBody(CountBody):
 class TextFormat(Body):
     """`text.format`."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="Of json_schema.")
+    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -289,7 +344,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """`reasoning`."""
 
-    effort: str | None = Field(None, description="Only where the model's template reads it.")
+    effort: str | None = Field(None, description="How long the model may reason; only of a model that reasons.")
 
 
 class ResponsesBody(Body):
@@ -307,8 +362,8 @@ class ResponsesBody(Body):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list.")
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = Field(None, description="Functions and custom tools.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -349,8 +404,8 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
     "input_tokens": _CHAT_REFUSED,
     "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt"},
     "responses": {"previous_response_id": _STATELESS, "conversation": _STATELESS, "background": "", "prompt": "", "max_tool_calls": ""},
-    "messages": {"output_config": "", "tool_choice": "", "container": "", "mcp_servers": ""},
-    "count": {"tool_choice": "", "output_config": ""},
+    "messages": {"container": "", "mcp_servers": "", "output_format": "send output_config.format"},
+    "count": {},
     "cancel": {},
     "embeddings": {},
     "rerank": {},

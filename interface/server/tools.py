@@ -16,10 +16,10 @@ from ..core.errors import InvalidRequest
 from ..text.json_schema import check_schema, refused
 from ..text.output import FORMATS, REASONING, detect_format, detect_reasoning, starts_in_reasoning
 from ..text.output.call_grammars import Lexicon, Unheld, lazy, required
+from .schemas import AllowedChoice, ChatBody, NamedChoice
 
 if TYPE_CHECKING:
     from ..text import ChatTemplate, Tokenizer
-    from .schemas import ChatBody
 
 __all__ = ["OutputSpec", "ToolUse", "calls_constraint", "markers", "messages_for", "output_spec", "tool_use"]
 
@@ -50,7 +50,7 @@ class OutputSpec:
 class ToolUse:
     """tools: for the template, None where there are none to write. native: the template writes them. format: in which calls are
     read; schemas: name -> schema of the parameters; choice: auto or required; one: at most one call; strict: what cannot be held is
-    refused; banned: markers that the answer may not write."""
+    refused; banned: markers that the answer may not write; raw: tools whose input is a text: name -> (lark or regex, definition)."""
 
     tools: list[dict[str, Any]] | None = None
     native: bool = True
@@ -60,10 +60,14 @@ class ToolUse:
     one: bool = False
     strict: bool = False
     banned: tuple[str, ...] = ()
+    raw: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def tool_use(body: ChatBody, template: ChatTemplate, parser: str = "auto") -> ToolUse:
-    """What a body's tools ask for. parser: a name of `FORMATS`, or auto: the template tells. Raises InvalidRequest for a name that occurs
+def tool_use(
+    body: ChatBody, template: ChatTemplate, parser: str = "auto", raw: Mapping[str, tuple[str, str]] | None = None
+) -> ToolUse:
+    """What a body's tools ask for. parser: a name of `FORMATS`, or auto: the template tells; raw: see `ToolUse`, such calls are written in the
+    hermes form. Raises InvalidRequest for a name that occurs
     twice, a schema that is none, or a choice that names no tool."""
     tools = [t.model_dump(exclude_none=True, include={"type": True, "function": {"name", "description", "parameters", "strict"}}) for t in body.tools or []]
     schemas = {t["function"]["name"]: t["function"].get("parameters") or {"type": "object", "properties": {}} for t in tools}
@@ -84,14 +88,23 @@ def tool_use(body: ChatBody, template: ChatTemplate, parser: str = "auto") -> To
     if choice == "none":
         return ToolUse(banned=tuple(m for m in FORMATS[format].markers if len(m) > 1))
     one = body.parallel_tool_calls is False
-    if not isinstance(choice, str | None):
-        name = choice.function.name
+    asked = "auto" if choice in (None, "auto") else "required"
+    if isinstance(choice, NamedChoice):
+        schemas, one = _chosen(schemas, [choice.function.name]), True
+    elif isinstance(choice, AllowedChoice):
+        schemas, asked = _chosen(schemas, [t.function.name for t in choice.allowed_tools.tools]), choice.allowed_tools.mode
+    texts = {name: raw[name] for name in schemas if name in raw} if raw else {}
+    if texts:
+        format = "hermes"
+    strict = asked == "required" or any(t["function"].get("strict") for t in tools)
+    return ToolUse(tools, template.supports_tools and detected is not None, format, schemas, asked, one, strict or bool(texts), raw=texts)
+
+
+def _chosen(schemas: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    for name in names:
         if name not in schemas:
             raise InvalidRequest(f"tool_choice names {name!r:.60}, which is no tool", who="tool_choice", fix=f"one of {', '.join(schemas)}", param="tool_choice")
-        schemas, one = {name: schemas[name]}, True
-    asked = "auto" if choice in (None, "auto") else "required"
-    strict = asked == "required" or any(t["function"].get("strict") for t in tools)
-    return ToolUse(tools, template.supports_tools and detected is not None, format, schemas, asked, one, strict)
+    return {name: schemas[name] for name in names}
 
 
 def calls_constraint(use: ToolUse, template: ChatTemplate, tokenizer: Tokenizer, format: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
@@ -105,14 +118,15 @@ def calls_constraint(use: ToolUse, template: ChatTemplate, tokenizer: Tokenizer,
     try:
         if use.choice == "required" or schema is not None:
             try:
-                source = required(use.format, use.schemas, words, use.one, texts, () if use.choice == "required" else schema or ())
+                otherwise = () if use.choice == "required" else schema or ()
+                source = required(use.format, use.schemas, words, use.one, texts, otherwise, use.raw)
             except Unheld:
                 if use.choice != "required":
                     raise
                 use.format = "hermes"
                 source = required("hermes", use.schemas, words, use.one, texts)
-            return {**base, "kind": "grammar", "source": source}, ""
-        triggers = [t.as_dict() for t in lazy(use.format, use.schemas, words, use.one)]
+            return {**base, "kind": "bundle", "source": source}, ""
+        triggers = [t.as_dict() for t in lazy(use.format, use.schemas, words, use.one, use.raw)]
         return {**base, "kind": "calls", "source": triggers}, ""
     except Unheld as error:
         if use.strict or schema is not None:

@@ -237,6 +237,47 @@ def brake() -> Iterator[Callable[[Server], Brake]]:
         one.release()
 
 
+class Script:
+    """Stands between engine and model, and says a text instead of what the model says, token by token, as far as the request's own grammar
+    lets it; what that refused is noted, and the model's choice is taken. For one request at a time."""
+
+    def __init__(self, server: Server):
+        self._engine, self._runner = server.engine, server.engine._runner
+        self._tokenizer = server.runtime.model.tokenizer
+        server.engine._runner = self
+        self.say("")
+
+    def say(self, text: str) -> None:
+        """From the next request on."""
+        self._at, self.refused = 0, list[int]()
+        self._ids = [*self._tokenizer.encode(text, add_special=False, parse_special=True), 2]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Any) -> Any:
+        """One step."""
+        if not len(batch.sample_rows):
+            return self._runner.run(batch)
+        rows = batch.sampler()
+        batch.sampler = lambda: rows
+        result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
+        self._at += 1
+        if rows.mask is None or rows.mask[0][token // 32] >> (token % 32) & 1:
+            result.ids[0] = token
+        else:
+            self.refused.append(token)
+        return result
+
+
+@pytest.fixture
+def script(server: Server) -> Iterator[Script]:
+    """The session's server, which says what a test writes."""
+    made = Script(server)
+    yield made
+    made._engine._runner = made._runner
+
+
 def until(condition: Callable[[], bool], why: str = "") -> None:
     """Waits for what another thread will do."""
     limit = time.monotonic() + WAIT_S

@@ -68,9 +68,9 @@ def test_a_last_message_of_the_assistant_is_continued(claude, http):
 
 def test_errors_have_anthropics_shape(claude):
     with pytest.raises(anthropic.BadRequestError) as caught:
-        claude.messages.create(model="tiny", max_tokens=5, messages=HI, tools=[{"name": "f", "input_schema": {}}])
+        claude.messages.create(model="tiny", max_tokens=5, messages=HI, tools=[{"type": "bash_20250124", "name": "bash"}])
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    assert "tools" in caught.value.body["error"]["message"]
+    assert "tools[0].type" in caught.value.body["error"]["message"]
     assert caught.value.body["request_id"] == caught.value.response.headers["request-id"]
 
 

@@ -205,44 +205,6 @@ def test_a_template_that_knows_tools_is_told_of_them(thinker):
     assert "You may call functions" not in prompt
 
 
-class Script:
-    """Stands between engine and model, and says a text instead of what the model says, token by token, as far as the request's own grammar
-    lets it; what that refused is noted, and the model's choice is taken. For one request at a time."""
-
-    def __init__(self, server):
-        self._engine, self._runner = server.engine, server.engine._runner
-        self._tokenizer = server.runtime.model.tokenizer
-        server.engine._runner = self
-        self.say("")
-
-    def say(self, text):
-        """From the next request on."""
-        self._ids, self._at, self.refused = [*self._tokenizer.encode(text, add_special=False, parse_special=True), 2], 0, []
-
-    def __getattr__(self, name):
-        return getattr(self._runner, name)
-
-    def run(self, batch):
-        if not len(batch.sample_rows):
-            return self._runner.run(batch)
-        rows = batch.sampler()
-        batch.sampler = lambda: rows
-        result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
-        self._at += 1
-        if rows.mask is None or rows.mask[0][token // 32] >> (token % 32) & 1:
-            result.ids[0] = token
-        else:
-            self.refused.append(token)
-        return result
-
-
-@pytest.fixture
-def script(server):
-    made = Script(server)
-    yield made
-    made._engine._runner = made._runner
-
-
 def test_a_call_that_the_model_opens_is_held_and_streamed(client, script):
     """`auto`: the model is made to say a call; what does not fit the tool's schema it cannot say."""
     script.say(f"Let me see.\n{CALL}")

@@ -24,6 +24,8 @@ COMMA: Final = '", "'
 SEMICOLON: Final = 'WS? ";" WS?'
 LINE: Final = r'"\n"'
 PYTHON_ESCAPES: Final = '"\\nrt'  # of JSON strings that Python reads alike
+Raw = Mapping[str, tuple[str, str]]
+NO_RAW: Final[Raw] = {}
 CONSTRAINED: Final = ("pattern", "minLength", "maxLength", "format", "not", "allOf", "oneOf", "contentEncoding")
 
 
@@ -66,10 +68,11 @@ class Lexicon:
 
 
 class _Rules:
-    """A grammar in the making. schemas: name -> schema of the parameters."""
+    """A grammar in the making. schemas: name -> schema of the parameters; raw: functions whose input is a text: name -> (lark or regex,
+    definition)."""
 
-    def __init__(self, schemas: Mapping[str, Any], words: Lexicon, one: bool):
-        self.schemas, self.words, self.one = schemas, words, one
+    def __init__(self, schemas: Mapping[str, Any], words: Lexicon, one: bool, raw: Raw):
+        self.schemas, self.words, self.one, self.raw = schemas, words, one, raw
         self._rules: dict[str, str] = {}
 
     def add(self, name: str, body: str) -> str:
@@ -78,8 +81,13 @@ class _Rules:
         return name
 
     def source(self, start: str) -> str:
-        """The whole grammar."""
-        return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items()), f"WS: {BLANK}"])
+        """The whole grammar, in the library's own JSON: grammars of others stand beside it."""
+        lark = "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items()), f"WS: {BLANK}"])
+        made = [{"name": "calls", "lark_grammar": lark}]
+        for number, (syntax, definition) in enumerate(self.raw.values()):
+            pattern = definition.replace("/", r"\/") if syntax == "regex" else ""
+            made.append({"name": f"raw_{number}", "lark_grammar": f"start: /{pattern}/" if pattern else definition})
+        return json.dumps({"grammars": made}, ensure_ascii=False)
 
     def json(self, name: str, schema: Any, top: Any, escapes: str | None = None) -> str:
         """A rule of JSON that fits a schema, which is a part of `top`."""
@@ -106,6 +114,9 @@ class _Rules:
         """A rule: {"name": …, KEY: …}"""
 
         def make(i: int, name: str, schema: Any) -> str:
+            if name in self.raw:
+                number = list(self.raw).index(name)
+                return f"{json.dumps(f'<custom name={json.dumps(name)}>')} @raw_{number} {json.dumps('</custom>')}"
             head = f'"{{" WS? "\\"name\\"" WS? ":" WS? {json.dumps(json.dumps(name))} WS? ","'
             return f'{head} WS? "\\"{key}\\"" WS? ":" WS? {self.arguments(i, schema)} WS? "}}"'
 
@@ -294,24 +305,26 @@ _PATTERNS: Final = {"{": r'\{\s*"name"\s*:', "[": r"\[\s*[A-Za-z_][\w.]*\("}
 _ONE_REGION: Final = ("llama3-json", "llama-pythonic", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "phi", "granite", "gpt-oss")
 
 
-def lazy(format: str, schemas: Mapping[str, Any], words: Lexicon, one: bool) -> list[Trigger]:
-    """What opens a call in this form, and what must follow. one: a region holds one call. Raises Unheld."""
+def lazy(format: str, schemas: Mapping[str, Any], words: Lexicon, one: bool, raw: Raw = NO_RAW) -> list[Trigger]:
+    """What opens a call in this form, and what must follow. one: a region holds one call; raw: of the hermes form. Raises Unheld."""
     found = []
     for marker in FORMATS[format].markers:
-        rules = _Rules(schemas, words, one)
+        rules = _Rules(schemas, words, one, raw)
         source = rules.source(_BODIES[format](rules, marker))
         found.append(Trigger(marker, _KEEP.get(marker, 0), source, _PATTERNS.get(marker, "")))
     return found
 
 
-def required(format: str, schemas: Mapping[str, Any], words: Lexicon, one: bool, template: str, otherwise: Sequence[Any] = ()) -> str:
-    """Lark: a call, or several, and nothing else. template: tells which of a form's markers the model knows. otherwise: a JSON schema that
+def required(
+    format: str, schemas: Mapping[str, Any], words: Lexicon, one: bool, template: str, otherwise: Sequence[Any] = (), raw: Raw = NO_RAW
+) -> str:
+    """A grammar: a call, or several, and nothing else. template: tells which of a form's markers the model knows. otherwise: a JSON schema that
     the answer may fit instead. Raises Unheld."""
     markers = FORMATS[format].markers
     known = [marker for marker in markers if len(marker) > 1 and marker in template]
     bare = [marker for marker in markers if len(marker) == 1]
     marker = (bare or known or list(markers))[0] if format != "gpt-oss" else markers[-1]
-    rules = _Rules(schemas, words, one)
+    rules = _Rules(schemas, words, one, raw)
     body = _BODIES[format](rules, marker)
     keep = _KEEP.get(marker, 0)
     opening = rules.words(marker[: len(marker) - keep])

@@ -42,10 +42,15 @@ KIMI: Final = (
 
 
 def read_hermes(r: Region) -> Wait:
-    """<tool_call>{"name": …, "arguments": …}</tool_call>"""
+    """<tool_call>{"name": …, "arguments": …}</tool_call>; a tool that takes a text: <tool_call><custom name="N">text</custom></tool_call>"""
     yield from r.literal("<tool_call>")
     yield from r.blank()
-    yield from r.named()
+    if (yield from r.maybe('<custom name="')):
+        name = _name((yield from r.until('">', MAX_NAME)))
+        text = yield from r.until("</custom>")
+        r.whole(name, json.dumps({"input": text}, ensure_ascii=False))
+    else:
+        yield from r.named()
     yield from r.blank()
     yield from r.literal("</tool_call>")
 

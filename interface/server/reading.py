@@ -1,0 +1,66 @@
+"""An answer's text as parts: what the parser of its family makes of it, and the blocks or items into which Messages and Responses put that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..text.output import Delta
+
+if TYPE_CHECKING:
+    from .generation import Answer, Generation
+
+__all__ = ["Block", "Blocks", "read"]
+
+
+def read(generation: Generation, answer: Answer, text: str) -> list[Delta]:
+    """Takes text apart; at the answer's end also what was held back, and then why it ended is known (`answer.finish_reason`)."""
+    parser = answer.parser
+    if parser is None:
+        return [Delta(content=text)] if text else []
+    had_call = parser.num_calls > 0
+    deltas = parser.feed(text)
+    if answer.finish_reason is not None:
+        cut = parser.in_call and answer.finish_reason == "length"
+        deltas += parser.finish()
+        answer.parser = None
+        if parser.num_calls and not cut:
+            answer.finish_reason = "tool_calls"
+    if generation.one_call and parser.num_calls:  # what follows the one call is not wanted
+        first = next((i for i, delta in enumerate(deltas) if delta.call and delta.call.complete), -1)
+        deltas = [] if had_call else deltas[: first + 1]
+    return deltas
+
+
+@dataclass
+class Block:
+    """One part of an answer. kind: reasoning, text or call; name: of the function; complete: its end has come."""
+
+    index: int
+    kind: str
+    name: str = ""
+    text: str = ""
+    complete: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Blocks:
+    """The parts of an answer in order. `add` tells what changed: (block, text that is new in it, it is new)."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+
+    def add(self, deltas: list[Delta]) -> Iterator[tuple[Block, str, bool]]:
+        """Takes deltas; gives the block of each."""
+        for delta in deltas:
+            kind = "call" if delta.call else "reasoning" if delta.reasoning else "text"
+            text = delta.call.arguments if delta.call else delta.reasoning or delta.content
+            last = self.all[-1] if self.all else None
+            new = last is None or last.kind != kind or bool(delta.call and delta.call.name)
+            if new:
+                self.all.append(Block(len(self.all), kind, delta.call.name if delta.call else ""))
+            block = self.all[-1]
+            block.text += text
+            block.complete = bool(delta.call and delta.call.complete)
+            yield block, text, new
