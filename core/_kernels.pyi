@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Sampler",
     "bf16_to_f32",
     "decode",
     "decode_into",
@@ -32,6 +33,25 @@ def f32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]: ...
 def bf16_to_f32(values: NDArray[np.uint16]) -> NDArray[np.float32]: ...
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
 def uniform(seed: int, sequence: int, position: NDArray[np.uint64]) -> NDArray[np.float64]: ...
+
+class Sampler:
+    def __init__(
+        self,
+        *,
+        u: NDArray[np.float64],
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int32],
+        top_p: NDArray[np.float32],
+        min_p: NDArray[np.float32],
+        adjust_start: NDArray[np.int32] | None = None,
+        adjust_ids: NDArray[np.int32] | None = None,
+        adjust_bias: NDArray[np.float32] | None = None,
+        adjust_repeat: NDArray[np.float32] | None = None,
+        adjust_sub: NDArray[np.float32] | None = None,
+        mask: NDArray[np.uint32] | None = None,
+    ) -> None: ...
+    def choose(self, logits: NDArray[np.float32]) -> NDArray[np.int32]: ...
+
 @overload
 def sample(
     logits: NDArray[np.float32],

@@ -18,6 +18,7 @@ from .quant import FORMATS
 cnp.import_array()
 
 __all__ = [
+    "Sampler",
     "bf16_to_f32",
     "decode",
     "decode_into",
@@ -80,6 +81,14 @@ def _array(value, str name, dtype, ndim=None):
     if not array.flags.c_contiguous or not array.flags.aligned:
         raise ShapeError(f"{name} must be contiguous and aligned", who=name, fix="pass numpy.ascontiguousarray(...)")
     return array
+
+
+cdef inline bint _fits(value, int number, int ndim):
+    """What `_array` would let pass, found without making a dtype object: `number` is numpy's of the type."""
+    if not isinstance(value, cnp.ndarray):
+        return False
+    array = <cnp.ndarray>value
+    return cnp.PyArray_TYPE(array) == number and cnp.PyArray_NDIM(array) == ndim and cnp.PyArray_ISCARRAY_RO(array)
 
 
 def _output(value, str name, dtype):
@@ -303,15 +312,16 @@ cdef int64_t MOST_TOKENS = 1 << 22  # a sum of weights of 2^40 stays below 2^63
 
 
 def _logits(value):
-    logits = _array(value, "logits", np.float32, 2)
+    logits = value if _fits(value, cnp.NPY_FLOAT32, 2) else _array(value, "logits", np.float32, 2)
     if not 1 <= logits.shape[1] <= MOST_TOKENS:
         raise ShapeError(f"logits have {logits.shape[1]} columns; the limit is 1 to {MOST_TOKENS}", who="logits")
     return logits
 
 
-def _rows(value, str name, dtype, int64_t count):
-    array = _array(value, name, dtype, 1)
-    if array.shape[0] != count:
+cdef _rows(value, str name, int number, int64_t count):
+    """`value` as an array [count] of numpy's type `number`."""
+    array = value if _fits(value, number, 1) else _array(value, name, cnp.PyArray_DescrFromType(number), 1)
+    if cnp.PyArray_SIZE(<cnp.ndarray>array) != count:
         raise ShapeError(f"{name} has {array.shape[0]} entries; it must have {count}", who=name)
     return array
 
@@ -353,10 +363,74 @@ cdef _check_sampler(const fl_sampler *s, int64_t rows, int64_t adjusted, int64_t
             _refuse("adjust_sub", i, s.adjust_sub[i], "finite")
 
 
-def sample(
-    logits, *, u, temperature, top_k, top_p, min_p, adjust_start=None, adjust_ids=None, adjust_bias=None, adjust_repeat=None,
-    adjust_sub=None, mask=None, bint with_logprobs=False,
-):
+cdef class Sampler:
+    """The parameters of R rows, their arrays checked once; `sample` says what they are. Values may change between calls."""
+
+    cdef fl_sampler s
+    cdef int64_t rows, adjusted, words
+    cdef tuple kept
+
+    def __init__(
+        self, *, u, temperature, top_k, top_p, min_p, adjust_start=None, adjust_ids=None, adjust_bias=None, adjust_repeat=None,
+        adjust_sub=None, mask=None,
+    ):
+        """Raises ShapeError for an array of another type or length."""
+        cdef int64_t rows = len(u)
+        cdef int64_t adjusted
+        if adjust_start is None:
+            if not (adjust_ids is None and adjust_bias is None and adjust_repeat is None and adjust_sub is None):
+                raise ShapeError("adjustments need adjust_start", who="adjust_start")
+            adjust_start, adjust_ids = np.zeros(rows + 1, np.int32), np.empty(0, np.int32)
+            adjust_bias = adjust_repeat = adjust_sub = np.empty(0, np.float32)
+        if not _fits(adjust_ids, cnp.NPY_INT32, 1):
+            adjust_ids = _array(adjust_ids, "adjust_ids", np.int32, 1)
+        adjusted = cnp.PyArray_SIZE(<cnp.ndarray>adjust_ids)
+        u, temperature = _rows(u, "u", cnp.NPY_FLOAT64, rows), _rows(temperature, "temperature", cnp.NPY_FLOAT32, rows)
+        top_k, top_p = _rows(top_k, "top_k", cnp.NPY_INT32, rows), _rows(top_p, "top_p", cnp.NPY_FLOAT32, rows)
+        min_p = _rows(min_p, "min_p", cnp.NPY_FLOAT32, rows)
+        adjust_start = _rows(adjust_start, "adjust_start", cnp.NPY_INT32, rows + 1)
+        adjust_bias = _rows(adjust_bias, "adjust_bias", cnp.NPY_FLOAT32, adjusted)
+        adjust_repeat = _rows(adjust_repeat, "adjust_repeat", cnp.NPY_FLOAT32, adjusted)
+        adjust_sub = _rows(adjust_sub, "adjust_sub", cnp.NPY_FLOAT32, adjusted)
+        self.rows, self.adjusted, self.words, self.s.mask = rows, adjusted, 0, NULL
+        if mask is not None:
+            mask = _array(mask, "mask", np.uint32, 2)
+            self.words = mask.shape[1]
+            if mask.shape[0] != rows or self.words == 0:
+                raise ShapeError(f"mask has shape {mask.shape}; it must have {rows} rows", who="mask")
+            self.s.mask = <uint32_t *>_in(mask)
+        adjustments = (adjust_start, adjust_ids, adjust_bias, adjust_repeat, adjust_sub)
+        self.kept = (u, temperature, top_k, top_p, min_p, adjustments, mask)
+        self.s.u, self.s.temperature, self.s.top_k = <double *>_in(u), <float *>_in(temperature), <int32_t *>_in(top_k)
+        self.s.top_p, self.s.min_p = <float *>_in(top_p), <float *>_in(min_p)
+        self.s.adjust_start = <int32_t *>_in(adjust_start)
+        self.s.adjust_ids, self.s.adjust_bias = <int32_t *>_in(adjust_ids), <float *>_in(adjust_bias)
+        self.s.adjust_repeat, self.s.adjust_sub = <float *>_in(adjust_repeat), <float *>_in(adjust_sub)
+
+    def choose(self, logits):
+        """ids i32 [R] of logits f32 [R, V], as `sample`."""
+        cdef int64_t n
+        cdef int status
+        cdef const float *source
+        cdef int32_t *target
+        array = _logits(logits)
+        n = cnp.PyArray_DIM(<cnp.ndarray>array, 1)
+        if cnp.PyArray_DIM(<cnp.ndarray>array, 0) != self.rows:
+            raise ShapeError(f"u has {self.rows} entries; it must have {array.shape[0]}", who="u")
+        if self.s.mask != NULL and self.words != (n + 31) // 32:
+            wanted = (self.rows, (n + 31) // 32)
+            raise ShapeError(f"mask has shape {(self.rows, self.words)}; it must be {wanted}", who="mask")
+        _check_sampler(&self.s, self.rows, self.adjusted, n)
+        out = np.empty(self.rows, np.int32)
+        source, target = <const float *>_in(array), <int32_t *>_out(out)
+        with nogil:
+            status = fl_sample(source, self.rows, n, &self.s, target)
+        if status != 0:
+            raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
+        return out
+
+
+def sample(logits, *, bint with_logprobs=False, **arrays):
     """One id per row by the rule of `core/sampling.py`; a pure function of the row and its parameters.
 
     logits: f32 [R, V], never modified; u: f64 [R] in [0, 1); temperature (<= 1e-5: the largest logit), top_p (1: off), min_p
@@ -366,46 +440,12 @@ def sample(
     Returns i32 [R], -1 where a row holds NaN or +inf or where nothing is left to choose; with_logprobs: also f32 [R], the
     log-probabilities of the ids in the raw distribution (NaN for -1). Raises ShapeError, InvalidRequest, OutOfMemory.
     """
-    cdef fl_sampler s
-    cdef int64_t rows, n, adjusted
-    cdef int status
-    cdef const float *source
-    cdef int32_t *target
-    array = _logits(logits)
-    rows, n = array.shape[0], array.shape[1]
-    if adjust_start is None:
-        if not (adjust_ids is None and adjust_bias is None and adjust_repeat is None and adjust_sub is None):
-            raise ShapeError("adjustments need adjust_start", who="adjust_start")
-        adjust_start, adjust_ids = np.zeros(rows + 1, np.int32), np.empty(0, np.int32)
-        adjust_bias = adjust_repeat = adjust_sub = np.empty(0, np.float32)
-    ids_ = _array(adjust_ids, "adjust_ids", np.int32, 1)
-    adjusted = ids_.shape[0]
-    kept = [
-        _rows(u, "u", np.float64, rows), _rows(temperature, "temperature", np.float32, rows),
-        _rows(top_k, "top_k", np.int32, rows), _rows(top_p, "top_p", np.float32, rows), _rows(min_p, "min_p", np.float32, rows),
-        _rows(adjust_start, "adjust_start", np.int32, rows + 1), _rows(adjust_bias, "adjust_bias", np.float32, adjusted),
-        _rows(adjust_repeat, "adjust_repeat", np.float32, adjusted), _rows(adjust_sub, "adjust_sub", np.float32, adjusted),
-    ]  # fmt: skip
-    s.u, s.temperature, s.top_k = <double *>_in(kept[0]), <float *>_in(kept[1]), <int32_t *>_in(kept[2])
-    s.top_p, s.min_p, s.adjust_start = <float *>_in(kept[3]), <float *>_in(kept[4]), <int32_t *>_in(kept[5])
-    s.adjust_ids, s.adjust_bias = <int32_t *>_in(ids_), <float *>_in(kept[6])
-    s.adjust_repeat, s.adjust_sub, s.mask = <float *>_in(kept[7]), <float *>_in(kept[8]), NULL
-    if mask is not None:
-        words = _array(mask, "mask", np.uint32, 2)
-        if words.shape[0] != rows or words.shape[1] != (n + 31) // 32:
-            shape = (words.shape[0], words.shape[1])
-            raise ShapeError(f"mask has shape {shape}; it must be {(rows, (n + 31) // 32)}", who="mask")
-        s.mask = <uint32_t *>_in(words)
-    _check_sampler(&s, rows, adjusted, n)
-    out = np.empty(rows, np.int32)
-    source, target = <const float *>_in(array), <int32_t *>_out(out)
-    with nogil:
-        status = fl_sample(source, rows, n, &s, target)
-    if status != 0:
-        raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
+    logits = _logits(logits)
+    _rows(arrays.get("u"), "u", cnp.NPY_FLOAT64, logits.shape[0])
+    out = Sampler(**arrays).choose(logits)
     if not with_logprobs:
         return out
-    chosen, _, _ = logprobs(array, np.maximum(out, 0), 0)
+    chosen, _, _ = logprobs(logits, np.maximum(out, 0), 0)
     chosen[out < 0] = np.nan
     return out, chosen
 
@@ -425,7 +465,7 @@ def logprobs(logits, ids, int64_t top_n=0):
     cdef int32_t *tops
     array = _logits(logits)
     rows, n = array.shape[0], array.shape[1]
-    chosen_ids = _rows(ids, "ids", np.int32, rows)
+    chosen_ids = _rows(ids, "ids", cnp.NPY_INT32, rows)
     _check_ids(<const int32_t *>_in(chosen_ids), rows, n, "ids")
     if not 0 <= top_n <= n:
         raise InvalidRequest(f"top_n is {top_n}; the range is 0 to {n}", who="top_n")

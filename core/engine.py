@@ -31,9 +31,10 @@ from .kv_cache import BlockManager
 from .pace import Pace
 from .request import Request, RequestHandle, TokenEvent, check_request
 from .runner import StepOutput, StepRunner
-from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed
+from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, move_rows
 from .scheduler import ScheduledStep, Scheduler, Slice
 from .stats import EngineStats
+from .step import SamplerRows
 
 __all__ = ["Engine"]
 
@@ -73,6 +74,7 @@ class Engine:
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
         self._pace = Pace()
+        self._scheduler.prompt_budget = self._pace.prompt_budget
         self._numbers = itertools.count()
         self._wake = threading.Condition()  # guards the next four
         self._inbox: list[tuple[Any, ...]] = []  # (job,), (handle, index) to cancel or (handle, None, paused), in order
@@ -87,6 +89,10 @@ class Engine:
         self._progress_at = time.monotonic()
         self._close_error: Exception | None = None
         self.on_step: Callable[[int, float], None] | None = None  # told tokens and seconds of each step, in the engine's thread; must not raise
+        self._held = False  # the next four: of the step that runs. Is some row of it held to a grammar?
+        self._decodes = 0
+        self._states: list[SamplerState] = []
+        self._sampler_rows = build_rows([], self._vocab_size)
         self._greedy = SamplerState(SamplingParams(temperature=0.0, top_p=1.0), (), 0)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="fastllm-engine", daemon=True)
@@ -220,7 +226,8 @@ class Engine:
         defect: BaseException | None = None
         try:
             while self._wait():
-                self._take_inbox()
+                if self._inbox:
+                    self._take_inbox()
                 self._step()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             defect = error
@@ -238,8 +245,6 @@ class Engine:
         return not self._closing
 
     def _take_inbox(self) -> None:
-        if not self._inbox:
-            return
         with self._wake:
             items, self._inbox = self._inbox, []
         for item in items:
@@ -281,34 +286,29 @@ class Engine:
                 raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
             return
         now = time.monotonic()
-        for part in step.slices:
-            job = part.sequence.owner.job
-            if job.started_at is None:
-                job.started_at = now
-                job.handle.started = True
-                with self._wake:
-                    self._num_queued -= 1
+        batch = step.batch
+        if step.fresh:
+            self._begin(step, now)
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
-            step.batch.sampler = lambda: build_rows(self._sampler_states(step), self._vocab_size, self._masks(step))
-            result = self._runner.run(step.batch)
+            result = self._runner.run(batch)
             ids = [] if result.ids is None else result.ids.tolist()
-            if len(ids) != len(step.batch.sample_rows):
-                raise EngineError(f"a step sampled {len(step.batch.sample_rows)} rows and the executor returned {len(ids)} ids")
+            if len(ids) != len(batch.sample_rows):
+                raise EngineError(f"a step sampled {len(batch.sample_rows)} rows and the executor returned {len(ids)} ids")
         except Exception as error:
             self._step_failed(step, error)
             return
         self._failures = 0
         self._steps += 1
-        self._computed += len(step.batch.ids)
+        num_tokens = len(batch.ids)
+        self._computed += num_tokens
         self._progress_at = time.monotonic()
-        decodes = sum(part.num_tokens == 1 for part in step.slices)
-        self._pace.observe(decodes, len(step.batch.ids) - decodes, self._progress_at - now)
-        self._scheduler.prompt_budget = self._pace.prompt_budget()
+        self._pace.observe(self._decodes, num_tokens - self._decodes, self._progress_at - now)
         if self.on_step is not None:
-            self.on_step(len(step.batch.ids), self._progress_at - now)
-        self._take_inbox()
+            self.on_step(num_tokens, self._progress_at - now)
+        if self._inbox:
+            self._take_inbox()
         self._scheduler.advance(step)
         for part in step.slices:
             choice = part.sequence.owner
@@ -318,6 +318,27 @@ class Engine:
                 self._deliver(choice, part, ids, result)
             except Exception as error:  # not finite, or too little memory for log-probabilities: this request's matter
                 self._fail_job(choice.job, error)
+
+    def _begin(self, step: ScheduledStep, now: float) -> None:
+        """What the steps that follow this one with the same sequences have in common."""
+        for part in step.slices:
+            job = part.sequence.owner.job
+            if job.started_at is None:
+                job.started_at = now
+                job.handle.started = True
+                with self._wake:
+                    self._num_queued -= 1
+        self._decodes = sum(part.num_tokens == 1 for part in step.slices)
+        self._held = any(part.sequence.owner.constraint is not None for part in step.slices)
+        self._states = self._sampler_states(step)
+        step.batch.sampler = lambda: self._rows(step)
+
+    def _rows(self, step: ScheduledStep) -> SamplerRows:
+        """The sampler's arrays, asked for when the step's logits are there."""
+        masks = self._masks(step) if self._held else None
+        if step.fresh or masks is not None or not move_rows(self._sampler_rows, self._states):
+            self._sampler_rows = build_rows(self._states, self._vocab_size, masks)
+        return self._sampler_rows
 
     def _sampler_states(self, step: ScheduledStep) -> list[SamplerState]:
         """One for each row of logits; rows of a prompt whose ids nobody wants are sampled greedily."""
@@ -356,7 +377,7 @@ class Engine:
 
     def _deliver(self, choice: JobChoice, part: Slice, ids: list[int], result: StepOutput) -> None:
         """Hands out what a slice's rows say."""
-        job, before = choice.job, choice.num_generated
+        job = choice.job
         try:
             event = job.take(choice, part, ids, result, self._progress_at)
         except NotFinite:
@@ -365,7 +386,7 @@ class Engine:
                     self._blocks.forget(other.sequence.blocks)
             raise
         if event is not None:
-            self._generated += choice.num_generated - before
+            self._generated += event.token_id is not None
             self._emit(choice, event)
             if choice.complete and not choice.finished:
                 self._emit(choice, TokenEvent(None, choice.index, "stop"))

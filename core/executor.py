@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _steps
 from .backend import Backend, Buffer, CompileEnv, Program, StepDims, Stream, Tensor, plain_bytes
 from .errors import EngineError
 from .graph import KVSpec, SlotSpec, Value
@@ -27,10 +28,15 @@ from .weights import TensorSource, WeightRef
 __all__ = ["Executor", "StepResult"]
 
 NUMPY = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i8": np.int8, "f16": np.float16}
-STEP_FIELDS = ("ids", "positions", "slots", "query_start", "context_len", "state_slot", "prefix_len", "sample_rows")
+STEP_FIELDS = {
+    "ids": "T", "positions": "T", "slots": "T", "query_start": "S+1", "context_len": "S", "block_table": "S", "state_slot": "S", "prefix_len": "S",
+    "sample_rows": "R",
+}  # fmt: skip
+"""Arrays of a StepBatch and what counts their rows."""
+MAY_LACK = ("state_slot", "prefix_len")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepResult:
     """ids: i32 [R], or None if the batch asked for no sampling; −1 where a row had no finite logit. logits: f32 [R, V], a view
     that is valid until the next run."""
@@ -77,6 +83,11 @@ class Executor:
             self._stage = np.zeros(max((self._largest(c.value) for s in plan.segments for c in s.copies), default=0), np.uint8)
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
+            self._fields: list[tuple[str, str, bool, np.ndarray | None]] = [(n, rows, n in MAY_LACK, None) for n, rows in STEP_FIELDS.items()]
+            self._fields += [(n, STEP_FIELDS[n], n in MAY_LACK, array) for (_, n), array in self._host.items() if n in STEP_FIELDS]
+            self._uploads = [(d, n, array) for (d, n), array in self._host.items() if n in STEP_FIELDS and (d, n) not in self._hosted]
+            # the default stream is done when a call returns; other streams are waited for
+            self._waits = [s for s in self._streams.values() if type(s).synchronize is not Stream.synchronize]
             envs = {
                 d: CompileEnv(
                     plan.graph, self._tensors(d), limits.largest, limits.block_size, limits.max_blocks, self._workspace(d)
@@ -235,13 +246,13 @@ class Executor:
             raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
         if batch.block_table.shape[1] > self.max_blocks:
             raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
-        _check_lengths(batch, dims)
         try:
-            self._fill_inputs(batch, dims)
-            for index, segment in enumerate(self.plan.segments):
-                for copy in segment.copies:
+            _steps.fill(self._fields, batch, dims.T, dims.S, dims.R)
+            for device, name, array in self._uploads:
+                self._upload(device, name, array[: len(getattr(batch, name))])
+            for index, program in enumerate(self._programs):
+                for copy in self.plan.segments[index].copies:
                     self._carry(copy.value, copy.source, copy.target, dims)
-                program = self._programs[index]
                 if program is not None:
                     program.run(dims)
                 else:
@@ -249,23 +260,9 @@ class Executor:
                         call(dims)
             logits = self._read_logits(dims)
         finally:
-            for stream in self._streams.values():
+            for stream in self._waits:
                 stream.synchronize()
         return StepResult(self._sample(logits, batch), logits)
-
-    def _fill_inputs(self, batch: StepBatch, dims: StepDims) -> None:
-        for (device, name), array in self._host.items():
-            if name in STEP_FIELDS:
-                source = getattr(batch, name)
-                rows = len(source)
-                array[:rows] = source
-            elif name == "block_table":
-                rows = dims.S
-                array[:rows, : batch.block_table.shape[1]] = batch.block_table
-            else:
-                continue
-            if (device, name) not in self._hosted:
-                self._upload(device, name, array[:rows])
 
     def _carry(self, name: str, source: str, target: str, dims: StepDims) -> None:
         value = self.plan.graph.values[name]
@@ -281,13 +278,13 @@ class Executor:
 
     def _read_logits(self, dims: StepDims) -> np.ndarray:
         device, name = self._logits_device
-        stream = self._streams[device]
         logits = self._host[(device, name)][: dims.R]
         if (device, name) not in self._hosted and dims.R:
             place = self.plan.places[(device, name)]
             view = memoryview(logits.reshape(-1).view(np.uint8))
-            self.backends[device].download(view, self._buffer(device, place), place.offset, stream)
-        stream.synchronize()
+            self.backends[device].download(view, self._buffer(device, place), place.offset, self._streams[device])
+        for stream in self._waits:
+            stream.synchronize()
         return logits
 
     def _sample(self, logits: np.ndarray, batch: StepBatch) -> np.ndarray | None:
@@ -296,22 +293,7 @@ class Executor:
         if not len(logits):
             return np.zeros(0, np.int32)
         rows = batch.sampler() if callable(batch.sampler) else batch.sampler
-        from . import _kernels
-
-        return _kernels.sample(
-            logits,
-            u=rows.u,
-            temperature=rows.temperature,
-            top_k=rows.top_k,
-            top_p=rows.top_p,
-            min_p=rows.min_p,
-            adjust_start=rows.adjust_start,
-            adjust_ids=rows.adjust_ids,
-            adjust_bias=rows.adjust_bias,
-            adjust_repeat=rows.adjust_repeat,
-            adjust_sub=rows.adjust_sub,
-            mask=rows.mask,
-        )
+        return rows.kernel.choose(logits)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""
@@ -333,15 +315,6 @@ class Executor:
             for program in (*self._programs, *self._single):
                 if program is not None:
                     stack.callback(program.close)
-
-
-def _check_lengths(batch: StepBatch, dims: StepDims) -> None:
-    """A shorter array would leave numbers of the step before in place. state_slot and prefix_len may be left out."""
-    wanted = {"positions": dims.T, "slots": dims.T, "query_start": dims.S + 1, "block_table": dims.S, "state_slot": dims.S, "prefix_len": dims.S}
-    for name, length in wanted.items():
-        found = len(getattr(batch, name))
-        if found != length and (found or name not in ("state_slot", "prefix_len")):
-            raise EngineError(f"a step of {dims} has {found} rows of '{name}' instead of {length}")
 
 
 def _at(tensor: Tensor, shape: tuple[int | str, ...], dims: StepDims) -> Tensor:

@@ -4,7 +4,7 @@ A step of decodes takes `decode_s`; each prompt token in it adds `prompt_s`. Bot
 take STRETCH times as long as one of decodes alone, so that the gap between two tokens of a stream stays below three times its median.
 The budget changes when a prompt is computed, never what: a row's result does not depend on how its prompt was cut.
 
-Called by the engine's thread after each step; `Scheduler.prompt_budget` takes the answer.
+Called by the engine's thread after each step; the scheduler asks for the budget where it needs one.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ._kernels import uniform
 from .errors import InvalidRequest
 from .step import SamplerRows
 
-__all__ = ["BUILT_IN", "SamplerState", "SamplingParams", "build_rows", "effective_seed", "stream_id"]
+__all__ = ["BUILT_IN", "SamplerState", "SamplingParams", "build_rows", "effective_seed", "move_rows", "stream_id"]
 
 MAX_INT: Final = 2**31 - 1
 BAN: Final = -100.0  # a logit bias of this value or -inf leaves the token no chance
@@ -201,7 +201,8 @@ class SamplerState:
         self.position = len(prompt_ids)
         self.produced = 0
         self._seed, self._stream = seed, stream
-        self._uniforms, self._uniforms_at = np.empty(0), 0
+        self._uniforms: list[float] = []
+        self._uniforms_at = 0
         self._slots: dict[int, int] = {}  # token id -> entry
         self._ids = np.empty(0, np.int32)
         self._numbers = np.empty((3, 0), np.float32)  # bias, repeat, sub
@@ -242,9 +243,9 @@ class SamplerState:
         """The uniform number that decides the next token; the same however often it is asked for."""
         at = self.position - self._uniforms_at
         if not 0 <= at < len(self._uniforms):
-            self._uniforms = uniform(self._seed, self._stream, np.arange(self.position, self.position + 64, dtype=np.uint64))
+            self._uniforms = uniform(self._seed, self._stream, np.arange(self.position, self.position + 64, dtype=np.uint64)).tolist()
             self._uniforms_at, at = self.position, 0
-        return float(self._uniforms[at])
+        return self._uniforms[at]
 
     @property
     def adjusted(self) -> int:
@@ -313,6 +314,19 @@ def build_rows(
         adjust_start=start, adjust_ids=ids, adjust_bias=bias, adjust_repeat=repeat, adjust_sub=sub,
         mask=stacked,
     )  # fmt: skip
+
+
+def move_rows(rows: SamplerRows, states: Sequence[SamplerState]) -> bool:
+    """Turns the arrays of a step into those of the next step of the same states. False, with nothing of use in them, where more than the
+    uniform numbers changes: a row has a mask, or adjustments."""
+    if rows.mask is not None or len(rows.adjust_ids):
+        return False
+    u = rows.u
+    for r, state in enumerate(states):
+        if state._slots:
+            return False
+        u[r] = state.draw()
+    return True
 
 
 def _within(mask: np.ndarray, ids: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

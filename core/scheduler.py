@@ -10,6 +10,8 @@ result depends on that row only, it goes on with the very tokens it would have h
     reserve    blocks in order of rank (priority, then age); without room, the youngest running sequence is preempted
     build      the arrays of the StepBatch, in memory that is allocated once
 
+Most steps are the one before with every sequence a token further. Such a step is not built but moved on (`_again`).
+
 The oldest sequence is never preempted for another, so somebody always makes progress; a sequence that could not run alone is
 never admitted (`Engine.submit` refuses it). Called by the engine's thread only.
 """
@@ -17,12 +19,13 @@ never admitted (`Engine.submit` refuses it). Called by the engine's thread only.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from . import _steps
 from .errors import UsageError
 from .kv_cache import BlockManager, SequenceBlocks
 from .step import StepBatch
@@ -114,11 +117,13 @@ class Slice:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: make the copies (from block, to block) in this order, then run the batch. The arrays are reused by the next step."""
+    """One step: make the copies (from block, to block) in this order, then run the batch. The next step reuses the arrays. fresh: False
+    where it is the very object of the step before, whose sequences all decode once more; then only its numbers have moved on."""
 
     slices: list[Slice]
     copies: list[tuple[int, int]]
     batch: StepBatch
+    fresh: bool = True
 
 
 class Scheduler:
@@ -149,7 +154,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by policy
         self.parked: list[Sequence] = []  # set aside until their owner wants them again
         self.num_preemptions = 0
-        self.prompt_budget: int | None = None  # tokens of prompts in a step that others decode in; None: all there is room for
+        self.prompt_budget: Callable[[], int | None] = lambda: None  # tokens of prompts in a step that others decode in; None: all there is room for
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._tables = np.zeros((self.max_running, max_blocks), I32)  # row: slot; columns: the sequence's blocks
         self._steps = np.arange(max_tokens, dtype=I32)
@@ -162,6 +167,7 @@ class Scheduler:
         self._prefix_len = np.zeros(self.max_running, I32)
         self._sample_rows = np.zeros(max_rows, I32)
         self._table = np.zeros(self.max_running * max_blocks, I32)
+        self._last: ScheduledStep | None = None  # the step before, while all that runs decodes in it
 
     # the queue --------------------------------------------------------------------------------------------------------
 
@@ -213,6 +219,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing waits or runs."""
+        step = self._again()
+        if step is not None:
+            return step
         if self.waiting:
             self._admit()
         if not self.running:
@@ -226,7 +235,26 @@ class Scheduler:
                 slices.append(Slice(sequence, sequence.num_computed, count))
         if not slices:  # only the last one left can fail, by a copy it lacks the block for; it starts again with the whole cache
             return self.schedule() if self.waiting else None
-        return ScheduledStep(slices, copies, self._build(slices))
+        step = ScheduledStep(slices, copies, self._build(slices))
+        if len(slices) == len(self.running) and all(p.num_tokens == p.num_rows == 1 and p.start + 1 >= p.sequence.num_prompt for p in slices):
+            self._last = step
+        return step
+
+    def _again(self) -> ScheduledStep | None:
+        """The step before, moved on by one token of each sequence; None where there is more to do: somebody came or went, a token is not
+        known, a sequence begins a block. What was moved by then, `_build` overwrites."""
+        step = self._last
+        if step is None:
+            return None
+        self._last = None
+        if self.waiting and len(self.running) < self.max_running:
+            return None
+        batch = step.batch
+        if not _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
+            return None
+        step.fresh, step.copies = False, []
+        self._last = step
+        return step
 
     def advance(self, step: ScheduledStep) -> None:
         """After the step has run: its tokens are computed. Full blocks become findable, and choices start whose prompt is done."""
@@ -264,6 +292,7 @@ class Scheduler:
             self._start(sequence, cached)
 
     def _start(self, sequence: Sequence, num_computed: int) -> None:
+        self._last = None
         sequence.slot, sequence.num_computed = self._slots.pop(), num_computed
         self._tables[sequence.slot] = 0
         self._write_table(sequence)
@@ -295,8 +324,8 @@ class Scheduler:
         if not prompts:
             return counts
         budget = self.max_tokens - len(counts)
-        if counts and self.prompt_budget is not None:
-            budget = min(budget, self.prompt_budget)
+        if counts and (most := self.prompt_budget()) is not None:
+            budget = min(budget, most)
         wanted = self._wanted(prompts)
         if self.policy == "shortest-remaining":
             prompts.sort(key=self._order)
@@ -349,6 +378,7 @@ class Scheduler:
         self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self._last = None
         if sequence.blocks is not None:
             self.blocks.close(sequence.blocks)
         self._slots.append(sequence.slot)

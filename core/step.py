@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
+from . import _kernels
 from .backend import StepDims
 
 __all__ = ["SamplerRows", "StepBatch"]
@@ -34,6 +36,14 @@ class SamplerRows:
     adjust_sub: np.ndarray  # f32 [A]
     mask: np.ndarray | None = None  # u32 [R, ceil(V/32)], bit 0 = banned
 
+    @cached_property
+    def kernel(self) -> _kernels.Sampler:
+        """The host's sampler of these arrays, whose values may change, but which are not replaced."""
+        return _kernels.Sampler(
+            u=self.u, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, adjust_start=self.adjust_start,
+            adjust_ids=self.adjust_ids, adjust_bias=self.adjust_bias, adjust_repeat=self.adjust_repeat, adjust_sub=self.adjust_sub, mask=self.mask,
+        )  # fmt: skip
+
 
 @dataclass
 class StepBatch:
@@ -50,7 +60,7 @@ class StepBatch:
     state_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
     prefix_len: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
 
-    @property
+    @cached_property
     def dims(self) -> StepDims:
-        """T, S and R of this step."""
+        """T, S and R of this step. Arrays are not replaced by others of another length."""
         return StepDims(len(self.ids), len(self.context_len), len(self.sample_rows))

@@ -247,12 +247,10 @@ class Bench:
     def overhead(self, tokens: int) -> dict[str, float]:
         """Where a decode step's time goes that is not the backend's, in seconds (medians over the steps): `python` is everything
         but the native program and the choice of the token; `sample` is that choice."""
-        from .core import _kernels
-
         runner: Any = self.engine._runner
         native, sampled, ends = [0.0], [0.0], []
         programs = list(runner._programs)
-        sample = _kernels.sample
+        sample = runner._sample
 
         class Timed:
             """A program that adds up its time."""
@@ -278,11 +276,12 @@ class Bench:
             return result
 
         runner._programs = [None if p is None else Timed(p) for p in programs]
-        _kernels.sample = timed_sample
+        runner._sample = timed_sample
         try:
             self.decode(0, tokens)
         finally:
-            runner._programs, _kernels.sample = programs, sample
+            runner._programs = programs
+            del runner._sample  # the class's own again
         steps = np.diff(np.asarray(ends))[1:]
         inside, choice = np.asarray(native[1 : len(ends)])[1:], np.asarray(sampled[1 : len(ends)])[1:]
         return {

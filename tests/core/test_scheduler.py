@@ -99,7 +99,7 @@ class Bench:
 
 def test_a_budget_bounds_prompts_beside_decodes_and_nothing_else():
     bench = Bench(prefix_cache=False, max_tokens=64)
-    bench.scheduler.prompt_budget = 5
+    bench.scheduler.prompt_budget = lambda: 5
     (stream,) = bench.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=20)
     assert [p.num_tokens for p in bench.step().slices] == [9]
     (late,) = bench.submit(list(range(1, 13)), max_new=2)

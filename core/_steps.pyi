@@ -1,0 +1,18 @@
+"""Types of `_steps.pyx`, for the type checker; the docstrings are there."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["fill", "move"]
+
+def move(
+    slices: list[Any],
+    block_size: int,
+    ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    context_len: NDArray[np.int32],
+) -> bool: ...
+def fill(fields: list[tuple[str, str, bool, NDArray[np.int32] | None]], batch: Any, T: int, S: int, R: int) -> None: ...
