@@ -1,8 +1,8 @@
 """Loader: fills a plan's weight arenas, tensor by tensor, from the mapped file.
 
 Sizes are known from the plan, so memory is allocated first and each tensor goes straight to its place: packed by the backend,
-decoded to a plain form, or uploaded as it is. Only one tensor is decoded at a time, and large ones by blocks of rows, so that the
-peak stays near the packed size.
+decoded to a plain form, or uploaded as it is. Only one tensor is read and decoded at a time, the largest first, and large ones are
+decoded by blocks of rows, so that the peak stays near the packed size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .weights import HostTensor, TensorSource, WeightRef, stored_as
 
 __all__ = ["load_weights"]
 
+COPY_BYTES = 8 << 20
+"""Bytes of a packed tensor that are copied at a time."""
 DECODE_BYTES = 8 << 20
 """Bytes of f32 that are decoded at a time."""
 
@@ -36,6 +38,7 @@ def load_weights(
 ) -> None:
     """Loads every weight of the plan into the arenas: (device, arena, chunk) -> buffer. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
     wanted = [(device, name, place) for (device, name), place in plan.places.items() if place.arena == "weights"]
+    wanted.sort(key=lambda entry: -entry[2].nbytes)  # the copy of a large tensor while little else is there yet: the peak stays low
     total, done = sum(place.nbytes for _, _, place in wanted), 0
     for device, name, place in wanted:
         if name not in weights:
@@ -43,8 +46,10 @@ def load_weights(
         arena = arenas[(device, "weights", place.chunk)]
         packed = stored_as(weights[name], sources, place.layout)
         if packed is not None and packed.nbytes == place.nbytes:
-            backends[device].upload(arena, place.offset, memoryview(packed.data), streams[device])
-            streams[device].synchronize()
+            for start in range(0, packed.nbytes, COPY_BYTES):
+                block = packed.copied(packed.data[start : start + COPY_BYTES])
+                backends[device].upload(arena, place.offset + start, memoryview(block), streams[device])
+                streams[device].synchronize()
         else:
             _load(weights[name], name, place, sources, backends[device], arena, streams[device])
         done += place.nbytes

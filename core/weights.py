@@ -9,7 +9,7 @@ which source, rows and constant each graph input is made of. Everything here sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class PackedLayout:
 class TensorSource:
     """One tensor of a file. shape: outermost dimension first (row-major); data: its bytes as u8 [nbytes], a read-only view
     of the mapped file; format: a key of `quant.FORMATS`; file: path, for messages. packed: `data` is in this layout of a backend
-    (an FLM file), a stack matrix after matrix; unpack: then gives the bytes of `format` of one matrix."""
+    (an FLM file), a stack matrix after matrix; unpack: then gives the bytes of `format` of one matrix. read: gives bytes [start, start + n) of
+    `data` from (start, n), copied with the file's descriptor: without pages that stay resident, and safe if the file is cut meanwhile."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,11 +44,19 @@ class TensorSource:
     file: str = ""
     packed: PackedLayout | None = None
     unpack: Callable[[np.ndarray, PackedLayout], np.ndarray] | None = None
+    read: Callable[[int, int], np.ndarray] | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return int(self.data.nbytes)
+
+    def copied(self, part: np.ndarray) -> np.ndarray:
+        """`part`, a view of `data` without gaps, as memory of our own where the file can be read; else as it is."""
+        if self.read is None or not part.size:
+            return part
+        start = part.__array_interface__["data"][0] - self.data.__array_interface__["data"][0]
+        return self.read(start, part.nbytes).reshape(part.shape)
 
 
 @dataclass(frozen=True)
@@ -155,9 +164,11 @@ class WeightRef:
                 raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} has no expert {self.expert}", who=src.file)
             dims, data = dims[1:], data.reshape(dims[0], -1)[self.expert]
         if src.packed is not None:
-            data = _unpacked(src, data, 1 if self.expert is not None else int(np.prod(src.shape[:-2], dtype=np.int64)))
+            data = _unpacked(src, src.copied(data), 1 if self.expert is not None else int(np.prod(src.shape[:-2], dtype=np.int64)))
         if self.rows is not None:
             dims, data = self._take_rows(src, dims, data)
+        if src.packed is None:
+            data = src.copied(data)
         if self.transpose:
             dims, format, data = _transposed(src, dims, data)
         if self.row_index is not None:

@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -338,7 +339,8 @@ class _Reader:
 
     def _ready(self, weight: FlmWeight) -> TensorSource:
         data = self._bytes(weight.name)[: weight.nbytes]
-        return TensorSource(weight.name, weight.shape, weight.format, data, self.source.path, packed=weight.layout)
+        read = partial(self.source.files[0].read, self.infos[weight.name].offset)
+        return TensorSource(weight.name, weight.shape, weight.format, data, self.source.path, packed=weight.layout, read=read)
 
     def _layout(self, name: str, entry: Any, format: str, shape: tuple[int, ...]) -> PackedLayout | None:
         if entry is None:

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -355,6 +356,7 @@ def _sources(gguf: GGUFFile) -> dict[str, TensorSource]:
             formats[info.dtype],
             maps[info.file].extent(f"tensor {shown(info.name)}", info.offset, info.nbytes),
             info.file,
+            read=partial(maps[info.file].read, info.offset),
         )
         for info in gguf.infos
     }

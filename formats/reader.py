@@ -7,8 +7,9 @@ ported to C). Every loader of this room goes through `MappedFile` and `Cursor`; 
 Why a map: weights stay in the page cache, are shared between processes and are read only when touched. What happens when
 somebody changes the file meanwhile: *replacing* it (rename, or delete and create) is harmless, the map keeps the old file
 alive; *writing into it* shows through, and *truncating* it makes the next touch of a lost page a SIGBUS. `check_unchanged`
-(one `fstat`, under a microsecond) detects both before a step; it is no lock, so a truncation while a step runs can still
-end the process. Nothing in plain Python can catch that; the native layer may install a handler that names `path`.
+(one `fstat`, under a microsecond) detects both; it is no lock. So weights that are packed do not go through the map: `read`
+copies them with the descriptor, where a cut file is an error. What is left is weights that a device uses in the file (an FLM file,
+plain tables): cutting that file while a step runs ends the process.
 """
 
 from __future__ import annotations
@@ -139,6 +140,28 @@ class MappedFile:
                 limit=self.size,
             )
         return self.data[offset : offset + nbytes]
+
+    def read(self, origin: int, start: int, nbytes: int) -> np.ndarray:
+        """Bytes [start, start + nbytes) of what begins at `origin`, u8, read into memory of our own: for whoever goes through much of the
+        file once. Nothing of it stays resident, and a file that is cut meanwhile is a ModelFileError and not the end of the process."""
+        offset = origin + start
+        self.extent("a read", offset, nbytes)
+        if self._fd < 0:
+            raise self.error("the file is closed", fix="open the model again")
+        out = np.empty(nbytes, np.uint8)
+        left, done = memoryview(out), 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._fd, [left[done:]], offset + done)
+            except OSError as exc:
+                raise self.error(f"reading failed: {exc.strerror}", offset=offset + done, fix="check the disk the file is on") from None
+            if not count:
+                raise self.error(
+                    f"the file was cut while it was in use: {self.size} bytes when opened, {os.fstat(self._fd).st_size} now",
+                    fix="start again, and replace model files by renaming a new file into place",
+                )
+            done += count
+        return out
 
     def check_unchanged(self) -> None:
         """Raises ModelFileError if the mapped file was written to or cut since it was opened (size or time differ)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,7 @@ def _sources(file: MappedFile, infos: tuple[TensorInfo, ...]) -> dict[str, Tenso
             FORMAT_OF[info.dtype],
             file.extent(f"tensor {shown(info.name)}", info.offset, info.nbytes),
             file.path,
+            read=partial(file.read, info.offset),
         )
         for info in infos
     }

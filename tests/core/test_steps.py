@@ -66,6 +66,9 @@ def test_a_table_goes_to_the_front_of_the_wider_one():
 def test_arrays_that_do_not_fit_are_refused(rows, target, message):
     with pytest.raises(EngineError, match=message):
         _steps.fill([("ids", "T", False, target)], SimpleNamespace(ids=np.zeros(rows, I32)), 3, 1, 1)
+
+
+def test_a_table_that_is_too_wide_is_refused():
+    batch = SimpleNamespace(block_table=np.zeros((1, 5), I32))
     with pytest.raises(EngineError, match="a block table of 5 columns"):
-        batch = SimpleNamespace(block_table=np.zeros((1, 5), I32))
         _steps.fill([("block_table", "S", False, np.zeros((1, 4), I32))], batch, 1, 1, 1)

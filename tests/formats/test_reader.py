@@ -8,6 +8,7 @@ import socket
 import struct
 import zipfile
 
+import numpy as np
 import pytest
 
 from fastllm.core.errors import ModelFileError
@@ -184,6 +185,27 @@ def test_a_touched_file_is_noticed(write, refusal):
     os.utime(path, ns=(1, 1))
     with refusal("changed while it was in use"):
         file.check_unchanged()
+
+
+def test_bytes_are_read_into_memory_of_our_own(write, refusal):
+    file = MappedFile(write("a", bytes(range(200))))
+    part = file.read(10, 5, 4)
+    assert part.tolist() == [15, 16, 17, 18]
+    assert not np.shares_memory(part, file.data)
+    with refusal("needs 4 bytes at offset 198"):
+        file.read(190, 8, 4)
+    file.close()
+    with refusal("closed|needs"):
+        file.read(10, 5, 4)
+
+
+def test_reading_a_file_that_was_cut_is_an_error(write, refusal):
+    path = write("a", bytes(100_000))
+    file = MappedFile(path)
+    os.truncate(path, 50_000)
+    assert not file.read(0, 40_000, 5_000).any()
+    with refusal("was cut while it was in use: 100000 bytes when opened, 50000 now"):
+        file.read(0, 40_000, 20_000)
 
 
 def test_names_are_escaped_and_cut_in_messages():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -192,6 +194,35 @@ def test_options_are_checked_and_named(tiny_model, options):
     with pytest.raises(UsageError, match=next(iter(options))) as caught:
         LLM(tiny_model, **{"backend": "ref", **options})
     assert caught.value.fix
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+from fastllm import loading
+from fastllm.core import executor
+from fastllm.core.errors import ModelFileError
+
+path = Path(sys.argv[1]) / "model.safetensors"
+whole = executor.load_weights
+
+def cut_first(*arguments, **keywords):
+    os.truncate(path, path.stat().st_size // 3)
+    return whole(*arguments, **keywords)
+
+executor.load_weights = cut_first
+try:
+    loading.load_model(path.parent, loading.LoadOptions(backend="cpu_avx", ctx=64, max_batch_size=1, offline=True))
+except ModelFileError as error:
+    print("refused:", error.message)
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_loaded_is_an_error_and_not_the_end_of_the_process(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", CUT, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "was cut while it was in use" in done.stdout
 
 
 def test_the_model_must_be_a_name():

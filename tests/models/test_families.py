@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -105,10 +106,18 @@ def test_a_tied_head_is_one_weight(tiny):
     assert "lm_head.weight" not in model.weights
 
 
-def test_fused_tensors_stay_views_of_the_file(tiny):
+def test_of_fused_tensors_only_the_rows_that_are_needed_are_read(tiny):
     case = tiny("phi3")
-    q = case.model.weights["model.layers.0.self_attn.q_proj.weight"].resolve(case.files.tensors, "q", (32, 32))
-    assert np.shares_memory(q.data, case.files.tensors["model.layers.0.self_attn.qkv_proj.weight"].data)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    fused, asked = case.files.tensors[name], []
+
+    def read(start, nbytes):
+        asked.append((start, nbytes))
+        return fused.read(start, nbytes)
+
+    k = case.model.weights["model.layers.0.self_attn.k_proj.weight"].resolve({name: replace(fused, read=read)}, "k", (16, 32))
+    assert asked == [(32 * 32 * 2, 16 * 32 * 2)]
+    assert k.data.tobytes() == fused.data[32 * 32 * 2 :][: 16 * 32 * 2].tobytes()
 
 
 def test_nodes_carry_layer_and_role(tiny):

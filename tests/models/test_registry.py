@@ -115,7 +115,7 @@ def test_rope_factors_must_be_positive_and_finite(bad, tiny):
     case = tiny("llama_llama3", "gguf")
     values = np.ones(8, np.float32)
     values[3] = bad
-    tensor = replace(case.files.tensors["rope_freqs.weight"], data=values.view(np.uint8))
+    tensor = replace(case.files.tensors["rope_freqs.weight"], data=values.view(np.uint8), read=None)
     with pytest.raises(ModelFileError, match="positive finite"):
         with_tensors(case, rope_freqs__weight=tensor)
     with pytest.raises(ModelFileError, match="gives shape"):
