@@ -38,11 +38,18 @@ class Numerics:
 
 @dataclass
 class Expected:
-    """y: f64 results of the oracle; bound: how far each may be off; exact: only these bits (as f32) are right."""
+    """y: f64 results of the oracle; bound: how far each may be off; exact: only these bits (as f32) are right; slack: what a code at the
+    edge of two moves it by, where either is right. An error counts as far as it is beyond the slack."""
 
     y: Array
     bound: Array
     exact: bool = False
+    slack: Array | float = 0.0
+
+    @property
+    def reach(self) -> Array:
+        """How far each may be off in all."""
+        return self.bound + self.slack
 
 
 def round_to(x: Array, kind: str | None) -> Array:
@@ -85,7 +92,7 @@ def cached(x: Array, kind: str | None) -> tuple[Array, Array]:
     codes, step = extended.int8_vectors(x, int(kind.removeprefix("int8").removeprefix("_g") or 0))
     rounded = np.rint(codes) * step
     edge = np.abs(np.abs(codes - np.floor(codes)) - 0.5) <= 4 * U["f32"] * np.maximum(np.abs(codes), 1)
-    return rounded, np.where(edge, step, 0.0) + 2 * U["f32"] * np.abs(rounded) + TINY
+    return rounded, np.where(edge, step, 0.0) + 4 * U["f32"] * np.abs(rounded) + TINY
 
 
 def _matrix(x: Array, w: Array) -> tuple[Array, Array, Array]:
@@ -107,13 +114,14 @@ def linear(
         b = np.asarray(bias, np.float64)
         y, size = y + b, size + np.abs(b)
     bound = L * np.sqrt(np.maximum(terms, 1)) * U[numerics.acc] * size + U["f32"] * np.abs(y) + TINY
-    return Expected(y, bound + slack @ np.abs(w).T)
+    return Expected(y, bound, slack=slack @ np.abs(w).T)
 
 
 def matmul(a: Array, b: Array, numerics: Numerics) -> Expected:
     """a [T, H, K], b [H, N, K]."""
     parts = [linear(a[:, h], b[h], None, numerics) for h in range(a.shape[1])]
-    return Expected(np.stack([p.y for p in parts], 1), np.stack([p.bound for p in parts], 1))
+    y, bound, slack = (np.stack([getattr(p, name) for p in parts], 1) for name in ("y", "bound", "slack"))
+    return Expected(y, bound, slack=slack)
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Expected:

@@ -114,7 +114,7 @@ def moe(
     gate, up, down = stacks
     assert gate is not None
     assert down is not None
-    y, bound = np.zeros(x.shape), np.full(x.shape, TINY)
+    y, bound, slack = np.zeros(x.shape), np.full(x.shape, TINY), np.zeros(x.shape)
     for e in range(len(gate)):
         rows, place = np.nonzero(np.equal(ids, e))
         if not len(rows):
@@ -125,14 +125,15 @@ def moe(
         v = None if up is None else bounds.linear(x[rows], up[e], b[1], numerics, m[1])
         with np.errstate(all="ignore"):
             hidden = bounds.act_mul(g.y, None if v is None else v.y, kind)
-            moved = hidden.bound + STEEPEST * g.bound * (1.0 if v is None else _factor(v.y, kind))
+            moved = hidden.bound + STEEPEST * g.reach * (1.0 if v is None else _factor(v.y, kind))
             if v is not None:
-                moved = moved + v.bound * np.abs(oracle.act_mul(g.y, None, kind))
+                moved = moved + v.reach * np.abs(oracle.act_mul(g.y, None, kind))
             d = bounds.linear(hidden.y, down[e], b[2], numerics, m[2], moved)
             w = np.asarray(weights, np.float64)[rows, place][:, None]
             y[rows] += w * d.y
             bound[rows] += np.abs(w) * d.bound + 4 * U["f32"] * np.abs(w * d.y)
-    return Expected(y, bound + U["f32"] * np.abs(y))
+            slack[rows] += np.abs(w) * d.slack
+    return Expected(y, bound + U["f32"] * np.abs(y), slack=slack)
 
 
 def _factor(up: Array, kind: str) -> Array:

@@ -81,7 +81,7 @@ class _Run:
         result = self._moe(node) if node.op == "moe" else self._compute(node)
         y = result.y
         if self.noise is not None:
-            y = y + (2 * self.noise.uniform(*y.shape) - 1) * result.bound
+            y = y + (2 * self.noise.uniform(*y.shape) - 1) * result.reach
         self.temps[node.outputs[0]] = y
 
     def _compute(self, node: Node) -> Expected:

@@ -50,6 +50,7 @@ def judge(found: np.ndarray, expected: Expected) -> Verdict:
         margin = np.where(error > bound, np.inf, 0.0)
     else:
         error = np.where(plain, np.abs(x - np.where(plain, y, 0.0)), 0.0)
+        error = np.where(plain, np.maximum(error - expected.slack, 0.0), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             margin = np.where(error == 0, 0.0, error / bound)
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(margin)), y.shape))

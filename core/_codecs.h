@@ -32,6 +32,9 @@
 
 /* ---- bits ------------------------------------------------------------------------------------------------------------- */
 
+/* Types without a number of ggml's. */
+enum { FL_U8 = 1000, FL_E4M3, FL_FP8G128 };
+
 FL_INLINE float fl_as_float(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
@@ -258,6 +261,22 @@ FL_INLINE void fl_iq4_xs(const uint8_t *in, float *out) {
     }
 }
 
+/* e4m3: bias 7, the largest code of either sign is NaN, no infinity. */
+FL_INLINE float fl_e4m3(uint8_t code) {
+    const uint32_t e = code >> 3 & 15, m = code & 7, sign = (uint32_t)(code & 0x80) << 24;
+    if ((code & 0x7f) == 0x7f) return fl_as_float(sign | 0x7fc00000u);
+    return fl_as_float(fl_as_bits((float)(e ? 8 + m : m) * fl_as_float(((e ? e : 1) + 117) << 23)) | sign); /* 2^(e - 10) */
+}
+
+FL_INLINE void fl_e4m3_one(const uint8_t *in, float *out) { *out = fl_e4m3(*in); }
+
+/* fp8g128: f32 s, 128 codes: s * e4m3, rounded once. */
+FL_INLINE void fl_fp8g128(const uint8_t *in, float *out) {
+    float s;
+    memcpy(&s, in, 4);
+    for (int i = 0; i < 128; i++) out[i] = s * fl_e4m3(in[4 + i]);
+}
+
 /* mxfp4: e, 16 bytes: 2^(e-127) * e2m1[q]; the table is doubled, so the scale is 2^(e-128), subnormal for e < 2 */
 FL_INLINE void fl_mxfp4(const uint8_t *in, float *out) {
     const float scale = fl_as_float(in[0] < 2 ? 0x00200000u << in[0] : (uint32_t)(in[0] - 1) << 23);
@@ -324,6 +343,12 @@ FL_CLONES static int fl_decode(int type, const uint8_t *in, float *out, int64_t 
         return 0;
     case 39:
         FL_BLOCKS(fl_mxfp4, 17, 32);
+    case FL_U8:
+        FL_VALUES(uint8_t);
+    case FL_E4M3:
+        FL_BLOCKS(fl_e4m3_one, 1, 1);
+    case FL_FP8G128:
+        FL_BLOCKS(fl_fp8g128, 132, 128);
     default:
         return -1;
     }

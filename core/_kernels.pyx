@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 cdef extern from "_codecs.h" nogil:
+    enum:
+        FL_U8
+        FL_E4M3
+        FL_FP8G128
     int fl_decode(int type, const uint8_t *data, float *out, int64_t blocks)
     int fl_encode(int type, const float *data, uint8_t *out, int64_t blocks)
     void fl_halves_to_floats(const uint8_t *data, float *out, int64_t n)
@@ -113,6 +117,9 @@ def _format(str name):
         raise UnsupportedError(f"unknown format {name!r}", fix=f"one of {', '.join(FORMATS)}") from None
 
 
+_OWN_TYPES = {"u8": FL_U8, "f8_e4m3": FL_E4M3, "fp8g128": FL_FP8G128}
+"""Formats that have no number of ggml's."""
+
 # ---- codecs ------------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +139,7 @@ def decode_into(str format, data, out):
     needed = spec.nbytes(values.size)
     if bytes_.size != needed:
         raise ShapeError(f"{values.size} values of {format} are {needed} bytes; data has {bytes_.size}", who="data")
-    type, blocks = -1 if spec.ggml is None else spec.ggml, values.size // spec.block
+    type, blocks = _OWN_TYPES.get(format, -1) if spec.ggml is None else spec.ggml, values.size // spec.block
     bits, zero_point, block = spec.code_bits, spec.zero_point, spec.block
     source, target = <const uint8_t *>_in(bytes_), <float *>_out(values)
     with nogil:

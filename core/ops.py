@@ -99,22 +99,22 @@ class Attr:
 @dataclass(frozen=True)
 class OpSpec:
     """One op. inputs: argument names, those ending in "?" may be absent. attrs: name -> Attr. infer: shapes and dtypes of the
-    outputs from those of the inputs. decompose: builds the same outputs from core ops (`decompose.py`); extended: a backend may lack
-    it, although there is no decomposition."""
+    outputs from those of the inputs. decompose: builds the same outputs from core ops (`decompose.py`); indivisible: why there is no
+    decomposition of an op that a backend may lack all the same, "" for others."""
 
     name: str
     inputs: tuple[str, ...]
     infer: Callable[[Sequence[Operand], Sequence[Any], Mapping[str, Any]], list[tuple[Shape, str]]]
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     decompose: Callable[[GraphBuilder, Sequence[Value | None], Mapping[str, Any]], Sequence[Value]] | None = None
-    extended: bool = False
+    indivisible: str = ""
     since: int = 1
     doc: str = ""
 
     @property
     def core(self) -> bool:
         """True if every backend must have it."""
-        return self.decompose is None and not self.extended
+        return self.decompose is None and not self.indivisible
 
     def complete_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """attrs with defaults filled in. Raises ShapeError for unknown, missing or impossible ones."""
@@ -359,27 +359,27 @@ _SPECS = (
         without a finite logit gives −1, which the engine turns into an error."""),
     OpSpec("route_topk", ("logits", "choose_bias?"), _route_topk,
            {"k": Attr(low=1), "score": Attr("softmax", SCORES), "groups": Attr(1, low=1), "keep_groups": Attr(1, low=1),
-            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, extended=True, doc="""
+            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, indivisible="a choice by rank, with ties by id, is no sum or product of what core ops give", doc="""
         ids i32[T, k] and weights f32[T, k] of the experts of each row. s = softmax(logits), σ(logits), or (softmax_of_chosen) the
         logits; c = s + choose_bias. The E experts are `groups` runs of equal length; a group counts with its largest c, or (top2sum)
         the sum of its two largest; only the `keep_groups` best take part. Chosen are the k largest c, in descending order; ties go to
         the lower id, also among groups. weights = s of the chosen (softmax_of_chosen: softmax over the k chosen logits); with
         renorm: w / (Σw + 1e-20); then · scale (DeepSeek-V3, arXiv 2412.19437, eq. 12–16)."""),
     OpSpec("moe", ("x", "ids", "weights", "gate", "up?", "down", "gate_bias?", "up_bias?", "down_bias?"), _moe,
-           {"kind": Attr("silu", ACTIVATIONS)}, extended=True, doc="""
+           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="core ops would compute every expert for every row and keep all of them in a plain form: E / k times the work, and several times the memory, of the op on the next device", doc="""
         out[t] = Σ_j weights[t, j] · y_e with e = ids[t, j] and y_e = down_e · act_mul(gate_e · x[t], up_e · x[t]), each product with
         its bias. gate, up: [E, F, C]; down: [E, C, F], of any format; ids: distinct in a row, in 0…E−1. The sum begins with 0 and
         takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
-    OpSpec("concat", ("x", "y"), _concat, extended=True, doc="""
+    OpSpec("concat", ("x", "y"), _concat, indivisible="a sum of two products with parts of the identity would carry a NaN of one half into the other, and cost A + B products an element", doc="""
         out[..., :A] = x, out[..., A:] = y; A: length of x's last axis (latent attention: a row of the cache is [latent | rotated key])."""),
     OpSpec("short_conv", ("state", "x", "weight", "positions", "query_start", "state_slot"), _short_conv,
-           {"kind": Attr("silu", ACTIVATIONS)}, extended=True, doc="""
+           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="state of a slot is read and written at once, and core ops have no state but the cache", doc="""
         Causal convolution of each channel over its last L inputs: out[t] = act(Σ_l weight[:, l] · x[t − L + 1 + l]), l ascending. The
         L − 1 inputs before a step's first row of sequence s are the state of slot state_slot[s], [L − 1, C], oldest first; they are
         zeros where that row's position is 0. Afterwards the state holds the last L − 1 inputs."""),
     OpSpec("delta_rule",
            ("state", "query", "key", "value", "a", "b", "a_log", "dt_bias", "positions", "query_start", "state_slot"),
-           _delta_rule, {"eps": Attr(1e-6)}, extended=True, doc="""
+           _delta_rule, {"eps": Attr(1e-6)}, indivisible="state of a slot is read and written row by row, and core ops have no state but the cache", doc="""
         Gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10), row by row of a sequence in ascending order. Value head h uses
         query and key of head h // (H / J); q = query / sqrt(Σ query² + eps) / sqrt(Dk), k = key / sqrt(Σ key² + eps). With
         S [Dk, Dv] of (sequence, h): S ← exp(−exp(a_log) · softplus(a + dt_bias)) · S; S ← S + k ⊗ σ(b) · (value − Sᵀk); out = Sᵀq.

@@ -217,13 +217,14 @@ class _Planner:
         return self._layouts[key]
 
     def _new_layout(self, value: Value, device: str, uses: frozenset[str]) -> PackedLayout | None:
-        """The packed form of a weight on a device; of a stack: that of one of its matrices, which are packed one by one. A stack whose
-        format the backend does not pack is asked for in the plain form that holds it: experts have no kernel for plain memory."""
+        """The packed form of a weight on a device; of a stack: that of one of its matrices, which are packed one by one. A stack, or a
+        weight in blocks, whose format the backend does not pack is asked for in the plain form that holds it: experts have no kernel
+        for plain memory, and linear layers a slow one."""
         if value.dtype == "f32":
             return None
         backend, format = self.backends[device], self._source_format(value)
         shape = [int(d) for d in value.shape]
-        if len(shape) < 3:
+        if len(shape) < 2 or (len(shape) == 2 and FORMATS[format].plain):
             return backend.pack_layout(shape, format, uses)
         forms = dict.fromkeys((format, NARROW.get(FORMATS[format].lossless, ("f32",))[0]))
         layouts = (backend.pack_layout(shape[-2:], form, uses) for form in forms)

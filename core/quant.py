@@ -60,6 +60,9 @@ FORMATS: Final = _table(
     QuantFormat("i16", 1, 2, "f32", 25),
     QuantFormat("i32", 1, 4, "f64", 26),
     QuantFormat("i64", 1, 8, "f64", 27),
+    QuantFormat("u8", 1, 1, "f16"),
+    QuantFormat("f8_e4m3", 1, 1, "f16"),  # 4 bits of exponent, bias 7, no infinity (OCP 8-bit floats, section 5.3)
+    QuantFormat("fp8g128", 128, 132, "f32"),  # f32 s, then 128 values of f8_e4m3; w = s * value
     QuantFormat("q4_0", 32, 18, "f32", 2),
     QuantFormat("q4_1", 32, 20, "f32", 3),
     QuantFormat("q5_0", 32, 22, "f32", 6),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from . import scaled
 from .errors import ModelFileError, UnsupportedError
 from .quant import FORMATS, QuantFormat
 
@@ -89,6 +90,9 @@ class WeightRef:
     (rows permuted or interleaved; copies). add: constant added in f32 (norms stored minus one). The result must have the shape that
     the graph declares.
 
+    scales: name of the tensor with the scales of the codes in source, tile: how many rows and columns share one (`core/scaled.py`); they are
+    joined after `rows` and before `transpose`.
+
     convert_to: a key of FORMATS that the result is converted to, by `method` ("search" or "minmax") for group formats.
 
     parts: the weight is a stack of these instead, one for each index of axis 0 (experts that are tensors of their own, heads that
@@ -104,11 +108,14 @@ class WeightRef:
     convert_to: str | None = None
     method: str = "search"
     parts: tuple[WeightRef, ...] = ()
+    scales: str = ""
+    tile: tuple[int, int] = (1, 32)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors that it takes from the file."""
-        return tuple(part.source for part in self.parts) if self.parts else (self.source,)
+        own = tuple(name for part in self.parts or (self,) for name in (part.source, part.scales) if name)
+        return own or (self.source,)
 
     def split(self, count: int) -> tuple[WeightRef, ...]:
         """The `count` matrices of a stack, each by itself: what a loader that must not hold the whole stack asks for."""
@@ -127,7 +134,8 @@ class WeightRef:
 
     def renamed(self, rename: Callable[[str], str]) -> WeightRef:
         """The same of other tensors."""
-        return replace(self, source=rename(self.source) if self.source else "", parts=tuple(p.renamed(rename) for p in self.parts))
+        parts = tuple(p.renamed(rename) for p in self.parts)
+        return replace(self, source=rename(self.source) if self.source else "", scales=rename(self.scales) if self.scales else "", parts=parts)
 
     def format(self, sources: Mapping[str, TensorSource]) -> str:
         """The format of what `resolve` gives; "f32" if a tensor is missing (resolve explains it) or parts differ."""
@@ -139,6 +147,8 @@ class WeightRef:
         source = sources.get(self.source)
         if source is None or self.add or (self.transpose and not FORMATS[source.format].plain):
             return "f32"
+        if self.scales:
+            return "f32" if self.transpose else scaled.merged_format(source.format, source.shape[-1], self.tile)
         return source.format
 
     def resolve(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
@@ -169,8 +179,10 @@ class WeightRef:
             dims, data = self._take_rows(src, dims, data)
         if src.packed is None:
             data = src.copied(data)
+        if self.scales:
+            dims, format, data = self._with_scales(sources, src, dims, data)
         if self.transpose:
-            dims, format, data = _transposed(src, dims, data)
+            dims, format, data = _transposed(src, dims, format, data)
         if self.row_index is not None:
             dims, data = self._gather_rows(src, dims, format, data)
         if not _fits(dims, shape):
@@ -196,6 +208,8 @@ class WeightRef:
             if not dims or not 0 <= self.rows[0] < self.rows[1] <= dims[0]:
                 return None
             dims = (self.rows[1] - self.rows[0], *dims[1:])
+        if self.scales:
+            dims = scaled.merged_shape(src.format, dims)
         if self.transpose:
             if len(dims) != 2:
                 return None
@@ -205,6 +219,22 @@ class WeightRef:
                 return None
             dims = (len(self.row_index), *dims[1:])
         return shape if _fits(dims, shape) else dims
+
+    def _with_scales(
+        self, sources: Mapping[str, TensorSource], src: TensorSource, dims: tuple[int, ...], data: np.ndarray
+    ) -> tuple[tuple[int, ...], str, np.ndarray]:
+        """(shape, format, bytes) of the codes that were taken, with their scales."""
+        tensor = sources.get(self.scales)
+        if tensor is None:
+            raise ModelFileError(f"tensor '{self.scales}' is missing from the model file", why=f"it has the scales of '{self.source}'", who=src.file)
+        data_of = tensor.copied(tensor.data)
+        raw = data_of if tensor.format == "u8" else HostTensor(tensor.name, tensor.shape, tensor.format, data_of).decode().reshape(-1)
+        scales = raw.reshape(tensor.shape)
+        if self.expert is not None:
+            if scales.ndim < 2 or not 0 <= self.expert < len(scales):
+                raise ModelFileError(f"tensor '{tensor.name}' of shape {list(tensor.shape)} has no expert {self.expert}", who=src.file)
+            scales = scales[self.expert]
+        return scaled.merged(src.name, src.file, src.format, dims, data, scales, 0 if self.rows is None else self.rows[0], self.tile)
 
     def _stack(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """All parts in memory at once."""
@@ -249,15 +279,15 @@ def _as_rows(dims: tuple[int, ...], format: str, data: np.ndarray) -> np.ndarray
     return data.reshape(dims[0], FORMATS[format].nbytes(row))
 
 
-def _transposed(src: TensorSource, dims: tuple[int, ...], data: np.ndarray) -> tuple[tuple[int, ...], str, np.ndarray]:
+def _transposed(src: TensorSource, dims: tuple[int, ...], format: str, data: np.ndarray) -> tuple[tuple[int, ...], str, np.ndarray]:
     """(shape, format, bytes) of a matrix turned round."""
     if len(dims) != 2:
         raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} is no stack of matrices that could be transposed", who=src.file)
-    if FORMATS[src.format].plain:
-        size = FORMATS[src.format].block_bytes
+    if FORMATS[format].plain:
+        size = FORMATS[format].block_bytes
         items = np.ascontiguousarray(data).reshape(-1).view(np.dtype((np.void, size))).reshape(dims)
-        return dims[::-1], src.format, np.ascontiguousarray(items.T).reshape(-1).view(np.uint8)
-    values = HostTensor(src.name, dims, src.format, np.ascontiguousarray(data).reshape(-1)).decode()
+        return dims[::-1], format, np.ascontiguousarray(items.T).reshape(-1).view(np.uint8)
+    values = HostTensor(src.name, dims, format, np.ascontiguousarray(data).reshape(-1)).decode()
     return dims[::-1], "f32", np.ascontiguousarray(values.T).reshape(-1).view(np.uint8)
 
 

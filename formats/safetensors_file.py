@@ -33,7 +33,7 @@ BITS = {
 }  # fmt: skip
 """dtype -> bits per value, every dtype of the format."""
 
-FORMAT_OF = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "I32": "i32", "I16": "i16", "I8": "i8"}
+FORMAT_OF = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "I32": "i32", "I16": "i16", "I8": "i8", "U8": "u8", "F8_E4M3": "f8_e4m3"}
 """dtype -> key of `core.quant.FORMATS`, for the dtypes that can be read today."""
 
 

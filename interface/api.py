@@ -48,6 +48,7 @@ from .core.errors import (
     UsageError,
 )
 from .core.graph import KV_DTYPES, Graph, GraphBuilder, KVSpec, Node, SlotSpec, Value, View
+from .core.operands import OPERAND_TYPES, check_cache, checked_strides, contiguous, refuse_operands, refuse_query
 from .core.ops import ACTIVATIONS, CATALOGUE, CORE_OPS, MASKS, OPSET, PRIMITIVE_OPS, OpSpec
 from .core.quant import FORMATS, QuantFormat
 from .core.weights import HostTensor
@@ -82,6 +83,7 @@ __all__ = [
     "FORMATS",
     "KV_DTYPES",
     "MASKS",
+    "OPERAND_TYPES",
     "OPSET",
     "PRIMITIVE_OPS",
     "Backend",
@@ -136,6 +138,9 @@ __all__ = [
     "Yes",
     "available_memory",
     "check_alloc",
+    "check_cache",
+    "checked_strides",
+    "contiguous",
     "cpu_quota",
     "hookimpl",
     "host_sample",
@@ -145,6 +150,8 @@ __all__ = [
     "plain_bytes",
     "plugin_facts",
     "read_model",
+    "refuse_operands",
+    "refuse_query",
 ]
 
 

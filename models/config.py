@@ -102,7 +102,8 @@ class DecoderConfig:
     positions. query_scale multiplies q·k. qk_norm: q and k are normed, each head alone or (qk_norm_all) all heads as one vector.
     Multipliers and softcaps of 1.0 and 0.0 mean none. attn_sinks: a logit per head that takes part in the softmax alone. moe: experts in place of the MLP, in all layers but its dense ones. mla: latent
     attention in place of the grouped one. delta: recurrent layers in place of attention. attn_gate: q_proj gives a gate beside each
-    head's query, whose sigmoid multiplies what attention gives. extra_layers: layers behind the last that predict further tokens, which are left out.
+    head's query, whose sigmoid multiplies what attention gives. quantised: how the file's weights are ("", fp8, mxfp4); scale_tile: rows and columns that
+    share a scale of fp8. extra_layers: layers behind the last that predict further tokens, which are left out.
     """
 
     hidden_size: int
@@ -118,6 +119,8 @@ class DecoderConfig:
     query_scale: float
     local_rope: RopeConfig | None = None
     tie_word_embeddings: bool = False
+    quantised: str = ""
+    scale_tile: tuple[int, int] = (1, 1)
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -155,25 +158,43 @@ class DecoderConfig:
         return self.local_rope if self.local_rope is not None and self.window_of(layer) else self.rope
 
 
-def decoder_from_hf(keys: Keys, *, act_key: str = "hidden_act", **own: Any) -> DecoderConfig:
-    """The common part of a `config.json`. keys.defaults: the family's defaults. own: fields that the family decides itself.
-
-    Raises ModelFileError for missing, wrong or contradicting keys, UnsupportedError for unknown values.
-    """
+def _quantisation(keys: Keys, known: tuple[str, ...]) -> dict[str, Any]:
+    """How the weights of the file are quantised: `quant_method` fp8 (codes with a scale for each tile of `weight_block_size`) or mxfp4.
+    Activations are rounded as the backend does it, whatever `activation_scheme` says."""
     quantized = keys.table("quantization_config")
-    if quantized is not None:
-        method = quantized.raw("quant_method", "unnamed")
+    if quantized is None:
+        return {}
+    method = quantized.raw("quant_method", "unnamed")
+    if method not in known:
         raise UnsupportedError(
             f"the weights are quantised with '{shown(method)}', which is not read yet",
             who=keys.who,
-            why="config.json has 'quantization_config'",
+            why="config.json has 'quantization_config'; read are " + ", ".join(known),
             fix="use the unquantised model or a GGUF file of it",
             key="quantization_config.quant_method",
         )
+    if method != "fp8":
+        return {"quantised": method}
+    quantized.choice("fmt", {"e4m3": ""}, "e4m3")
+    if quantized.raw("weight_block_size") is None:
+        raise quantized.unsupported("weight_block_size", "two numbers (one scale for a whole tensor is not read)")
+    tile = quantized.numbers("weight_block_size", 2)
+    if any(n != int(n) or n > 1 << 20 for n in tile):
+        raise quantized.wrong("weight_block_size", "two whole numbers")
+    return {"quantised": "fp8", "scale_tile": (int(tile[0]), int(tile[1]))}
+
+
+def decoder_from_hf(keys: Keys, *, act_key: str = "hidden_act", quantised: tuple[str, ...] = ("fp8",), **own: Any) -> DecoderConfig:
+    """The common part of a `config.json`. keys.defaults: the family's defaults. quantised: values of `quant_method` that the family reads.
+    own: fields that the family decides itself.
+
+    Raises ModelFileError for missing, wrong or contradicting keys, UnsupportedError for unknown values.
+    """
     hidden, heads, kv_heads, head_dim = _heads(keys, ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     num_layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     max_position = keys.integer("max_position_embeddings", high=MAX_CONTEXT)
     common: dict[str, Any] = {
+        **_quantisation(keys, quantised),
         "hidden_size": hidden,
         "intermediate_size": keys.integer("intermediate_size"),
         "num_layers": num_layers,

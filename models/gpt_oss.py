@@ -32,6 +32,7 @@ def from_hf(keys: Keys) -> DecoderConfig:
     keys.choice("hidden_act", {"silu": ACT}, "silu")
     return decoder_from_hf(
         keys,
+        quantised=("mxfp4",),
         qkv_bias=bias,
         output_bias=bias,
         attn_sinks=True,
@@ -63,7 +64,7 @@ def from_gguf(keys: Keys, tensors: Mapping[str, TensorSource], vocab_size: int) 
 
 
 def hf_refs(name: str, c: DecoderConfig) -> WeightRef:
-    """Hugging Face names of unquantised files: rows of gate and up alternate, matrices are turned round."""
+    """Hugging Face names: rows of gate and up alternate; unquantised matrices are turned round, those in MXFP4 are two tensors."""
     layer, stem, kind = split_layer(name)
     p = f"model.layers.{layer}.mlp"
     if stem == "mlp.gate":
@@ -78,6 +79,9 @@ def hf_refs(name: str, c: DecoderConfig) -> WeightRef:
         first = 0 if part == "gate_proj" else 1
         source, rows = f"{p}.experts.gate_up_proj{suffix}", tuple(range(first, 2 * c.moe.intermediate_size, 2))
     experts = range(c.moe.num_experts)
+    if matrix and c.quantised == "mxfp4":
+        blocks, scales = f"{source}_blocks", f"{source}_scales"
+        return WeightRef("", parts=tuple(WeightRef(blocks, scales=scales, expert=e, row_index=rows) for e in experts))
     return WeightRef("", parts=tuple(WeightRef(source, expert=e, transpose=matrix, row_index=rows) for e in experts))
 
 

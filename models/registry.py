@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..core.errors import ModelFileError, UnsupportedError
@@ -101,7 +102,8 @@ def build(
     prefix, head_prefix = ("", "") if gguf else _prefixes(family, sources)
 
     def ref_of(name: str) -> WeightRef:
-        return _renamed((family.gguf_refs if gguf else family.hf_refs)(name, c), prefix, head_prefix)
+        ref = _renamed((family.gguf_refs if gguf else family.hf_refs)(name, c), prefix, head_prefix)
+        return _with_scales(ref, sources, c.scale_tile) if c.quantised == "fp8" else ref
 
     last = f"model.layers.{c.num_layers - 1}.input_layernorm.weight"
     if ref_of(last).source not in sources:  # before thousands of layers are built that the file does not have
@@ -211,6 +213,16 @@ def _renamed(ref: WeightRef, prefix: str, head_prefix: str) -> WeightRef:
     return ref
 
 
+def _with_scales(ref: WeightRef, sources: Mapping[str, TensorSource], tile: tuple[int, int]) -> WeightRef:
+    """The same with the scales of fp8 codes: tensor X has them in X_scale_inv, one for each tile."""
+
+    def scaled(part: WeightRef) -> WeightRef:
+        src = sources.get(part.source)
+        return replace(part, scales=f"{part.source}_scale_inv", tile=tile) if src is not None and src.format == "f8_e4m3" else part
+
+    return replace(scaled(ref), parts=tuple(scaled(p) for p in ref.parts))
+
+
 def _checked(graph: Graph, ref_of: Callable[[str], WeightRef], sources: Mapping[str, TensorSource]) -> dict[str, WeightRef]:
     """Where each weight comes from. It exists and has the shape that the graph declares, and fused tensors are used whole; no data is
     touched. One weight after the other, so that a configuration which counts millions of experts ends at the first that is missing."""
@@ -248,8 +260,11 @@ def _check_part(ref: WeightRef, name: str, shape: tuple[int, ...], sources: Mapp
             why=f"graph weight '{name}' takes it",
             fix="the configuration and the weights do not belong together; download the model again",
         )
+    if ref.scales and ref.scales not in sources:
+        ref.resolve(sources, name, shape)  # raises
     if ref.rows is not None or ref.row_index is not None:
-        taken[src.name] = taken.get(src.name, 0) + math.prod(shape)
+        values = 2 if src.format == "u8" else 1  # of an element of the file
+        taken[src.name] = taken.get(src.name, 0) + math.prod(shape) // values
 
 
 def _unused(family: Family, c: DecoderConfig, sources: Mapping[str, TensorSource], used: set[str], *, gguf: bool) -> list[str]:

@@ -268,7 +268,7 @@ def catalogue() -> str:
 
     parts = []
     for spec in CATALOGUE.values():
-        kind = "core" if spec.core else "extended: " + ("core ops can take its place" if spec.decompose else "the next device can take it")
+        kind = "core" if spec.core else "extended: " + ("core ops can take its place" if spec.decompose else f"the next device can take it ({spec.indivisible})")
         arguments = ", ".join(f"`{name}`" for name in spec.inputs)
         parts.append(f"#### `{spec.name}`\n\n{' '.join(spec.doc.split())}\n\nInputs: {arguments}. Kind: {kind}, since opset {spec.since}.")
         attrs = []

@@ -14,7 +14,6 @@ import numpy as np
 
 from fastllm.api import (
     CATALOGUE,
-    OPSET,
     Backend,
     BackendUnavailable,
     Buffer,
@@ -39,6 +38,8 @@ from fastllm.api import (
     available_memory,
     check_alloc,
     memory_limit,
+    refuse_operands,
+    refuse_query,
 )
 
 from . import _native, isa, pack
@@ -63,7 +64,6 @@ PROBE_BYTES = 1 << 30
 PROBE_ROUNDS = 5
 
 NATIVE_OPS = tuple(name for name in CATALOGUE if name not in ("sample", "short_conv", "delta_rule"))
-PLAIN_FLOATS = ("f32", "f16", "bf16")
 
 
 class _HostBuffer(Buffer):
@@ -211,36 +211,8 @@ class CpuBackend(Backend):
 
     def supports(self, q: OpQuery) -> Yes | No:
         """Every op of opset 1 but `sample`, on f32 activations."""
-        spec = CATALOGUE.get(q.op)
-        if spec is None or spec.since > OPSET:
-            return No(f"'{q.op}' is not an op of opset {OPSET}")
-        unknown = set(q.attrs) - set(spec.attrs)
-        if unknown:
-            return No(f"'{q.op}' has no attribute {', '.join(sorted(unknown))}")
-        for key, value in q.attrs.items():
-            if spec.attrs[key].choices and value not in spec.attrs[key].choices:
-                return No(f"'{q.op}': {key}={value!r} is not known")
-        if q.op not in NATIVE_OPS:
-            return No("sampled on the host" if q.op == "sample" else f"cpu_avx has no kernel for '{q.op}'")
-        reason = self._refuse_dtypes(q) or _refuse_shapes(q) or _refuse_caches(q)
+        reason = refuse_query(q, NATIVE_OPS, tuple(CACHE_TYPES)) or refuse_operands(q, pack.layout_for) or _refuse_heads(q)
         return No(reason) if reason else self._answer(q)
-
-    def _refuse_dtypes(self, q: OpQuery) -> str:
-        """Why these operand types do not work; "" if they do."""
-        wanted = _DTYPES[q.op]
-        for index, dtype in enumerate(q.dtypes):
-            if dtype is None:
-                continue
-            known = wanted[index] if index < len(wanted) else ()
-            if dtype in known:
-                continue
-            if "packed" in known and len(q.shapes) > index and q.shapes[index] is not None:
-                shape = [int(d) for d in q.shapes[index] or () if isinstance(d, int)]
-                shape = shape[-2:] if q.op == "moe" else shape  # a stack is packed matrix by matrix
-                if pack.layout_for(shape, dtype, frozenset({q.op})) is not None:
-                    continue
-            return f"operand {index} of '{q.op}' in {dtype}"
-        return ""
 
     def _answer(self, q: OpQuery) -> Yes:
         if q.op in ("linear", "moe"):
@@ -386,53 +358,14 @@ class _Fixed(StepDims):
         return int(dim)
 
 
-_FLOAT = ("f32",)
-_INT = ("i32",)
-_WEIGHT = (*PLAIN_FLOATS, "packed")
-_DTYPES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "embed": (_INT, _WEIGHT),
-    "linear": (_FLOAT, _WEIGHT, _FLOAT),
-    "matmul": (_FLOAT, PLAIN_FLOATS),
-    "rms_norm": (_FLOAT, _FLOAT),
-    "layer_norm": (_FLOAT, _FLOAT, _FLOAT),
-    "rope": (_FLOAT, _INT, _FLOAT),
-    "kv_write": (("kv",), _FLOAT, _FLOAT, _INT),
-    "attention": (_FLOAT, ("kv",), _INT, _INT, _INT, _INT, _FLOAT, _FLOAT, _INT),
-    "act_mul": (_FLOAT, _FLOAT),
-    "add": (_FLOAT, _FLOAT),
-    "mul": (_FLOAT, _FLOAT),
-    "softmax": (_FLOAT,),
-    "quantize": (_FLOAT,),
-    "dequantize": (("i8",), _FLOAT),
-    "softcap": (_FLOAT,),
-    "route_topk": (_FLOAT, _FLOAT),
-    "concat": (_FLOAT, _FLOAT),
-    "moe": (_FLOAT, _INT, _FLOAT, ("packed",), ("packed",), ("packed",), _FLOAT, _FLOAT, _FLOAT),
-}
-"""Types of the operands, in catalogue order; "packed": any that pack.py has a layout for."""
-
-
-def _refuse_shapes(q: OpQuery) -> str:
-    """Why these shapes do not work; "" if they do."""
-    for index, shape in enumerate(q.shapes):
-        if shape is None:
-            continue
-        if len(shape) > 3:
-            return f"operand {index} has {len(shape)} dimensions; kernels take three at most"
-        if any(isinstance(d, str) for d in shape[1:]) and not (q.op == "attention" and index == 5):
-            return f"operand {index} of shape {list(shape)}: only the leading dimension may vary"
+def _refuse_heads(q: OpQuery) -> str:
+    """Why heads of this size do not work; "" if they do."""
     if q.op == "attention" and q.shapes and q.shapes[0] is not None:
         spec = q.specs[1] if len(q.specs) > 1 else None
         width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)), spec.value_dim if isinstance(spec, KVSpec) else 0)
         if width > MAX_HEAD:
             return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
     return ""
-
-
-def _refuse_caches(q: OpQuery) -> str:
-    """Why a cache cannot be kept as the graph says; "" if it can."""
-    unknown = [s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype and s.dtype not in CACHE_TYPES]
-    return f"keys and values as {unknown[0]}; they are kept as {', '.join(CACHE_TYPES)}" if unknown else ""
 
 
 def _choose(asked: str) -> str:

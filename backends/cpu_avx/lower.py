@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, UnsupportedError
+from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, UnsupportedError, check_cache, contiguous
 
 from . import _native
 from .operands import (
@@ -33,7 +33,6 @@ from .operands import (
     access,
     address_of,
     cache_access,
-    contiguous,
     matrix,
     packed_stack,
     packed_weight,
@@ -572,10 +571,7 @@ class _Lowering:
             raise ShapeError("kv_write and attention need a key/value cache")
         dtype = CACHE_TYPES[t.spec.dtype or self.kv_dtype]
         needed = _native.cache_block_bytes(t.block_size, t.spec.num_kv_heads, t.spec.key_dim, t.spec.value_dim, dtype)
-        if t.block_size < 1 or t.block_bytes < needed or t.offset + t.num_blocks * t.block_bytes > t.buffer.nbytes:
-            raise ShapeError(
-                f"a cache of {t.num_blocks} blocks of {t.block_bytes} bytes does not hold {t.block_size} tokens of {t.spec} each"
-            )
+        check_cache(t, needed, 1)
         shape = (t.spec.num_kv_heads, t.spec.key_dim, t.spec.value_dim)
         return (t.buffer.handle + t.offset, t.block_bytes, t.num_blocks, t.block_size, *shape, dtype)
 

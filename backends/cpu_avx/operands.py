@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fastllm.api import FORMATS, ShapeError, Tensor
+from fastllm.api import FORMATS, ShapeError, Tensor, checked_strides, contiguous
 
 from . import _native
 
@@ -21,7 +20,6 @@ __all__ = [
     "access",
     "address_of",
     "cache_access",
-    "contiguous",
     "matrix",
     "packed_stack",
     "packed_weight",
@@ -119,32 +117,10 @@ def packed_stack(s: Source) -> tuple[int, int, int, int, int]:
     return (number, layout.shape[0], layout.shape[1], address_of(s.tensor), stride)
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
-    strides, step = [], 1
-    for dim in reversed(shape):
-        strides.append(step)
-        step *= dim
-    return tuple(reversed(strides))
-
-
 def _checked_strides(s: Source, dtypes: tuple[str, ...]) -> tuple[int, ...]:
-    t = s.tensor
-    if t.dtype not in dtypes or t.packed is not None:
-        raise ShapeError(f"an operand of {' or '.join(dtypes)} is needed, not {'packed ' if t.packed else ''}{t.dtype}")
-    strides = t.strides if t.strides is not None else contiguous(t.shape)
-    if 0 in t.shape:
-        return contiguous(t.shape)  # nothing is read or written, whatever the strides say
-    if len(strides) != len(t.shape) or min(strides, default=0) < 0:
-        raise ShapeError(f"strides {list(strides)} of shape {list(t.shape)} are negative or of another rank")
-    if t.shape and t.shape[-1] > 1 and len(t.shape) > 1 and strides[-1] != 1:
-        raise ShapeError(f"the last axis must be contiguous; strides are {list(strides)}")
-    size = FORMATS[t.dtype].block_bytes
-    span = 0 if 0 in t.shape else 1 + sum((n - 1) * k for n, k in zip(t.shape, strides, strict=True))
-    if t.offset < 0 or t.offset + span * size > t.buffer.nbytes or address_of(t) % size:
-        raise ShapeError(
-            f"a window of {span * size} bytes at {t.offset} leaves its buffer of {t.buffer.nbytes}, or is not aligned"
-        )
+    strides, size = checked_strides(s.tensor, dtypes), FORMATS[s.tensor.dtype].block_bytes
+    if 0 not in s.tensor.shape and address_of(s.tensor) % size:
+        raise ShapeError(f"host memory at {address_of(s.tensor):#x} is not aligned to elements of {size} bytes")
     return strides
 
 

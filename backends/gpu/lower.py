@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastllm.api import FORMATS, KVSpec, Node, ShapeError, Tensor, UnsupportedError
+from fastllm.api import FORMATS, KVSpec, Node, ShapeError, Tensor, UnsupportedError, check_cache, contiguous
 
 from .layouts import BLOCK_LAYOUTS, PLAIN_KINDS, STRIP
-from .operands import F32, I32, I64, Absent, Arg, Matrix, Operand, Pointer, contiguous, matrix, packed, vector
+from .operands import F32, I32, I64, Absent, Arg, Matrix, Operand, Pointer, matrix, packed, vector
 from .runtime import KernelKey
 from .tuning import Tuning
 
@@ -293,10 +293,7 @@ class Lowering:
         dtype = spec.dtype or self.kv_dtype
         size = CACHE_BYTES[dtype]
         needed = t.block_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * size
-        if t.block_size < 1 or t.block_bytes < needed or t.block_bytes % size or t.offset + t.num_blocks * t.block_bytes > t.buffer.nbytes:
-            raise ShapeError(
-                f"a cache of {t.num_blocks} blocks of {t.block_bytes} bytes does not hold {t.block_size} tokens of {spec} each"
-            )
+        check_cache(t, needed, size)
         defines = {
             "CACHE_F16": int(dtype == "f16"), "BLOCK_TOKENS": t.block_size, "KV_HEADS": spec.num_kv_heads,
             "DK": spec.key_dim, "DV": spec.value_dim,

@@ -171,6 +171,7 @@ def _rows_ops() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "act_mul", "gelu_forms_exchanged", "gelu is computed as gelu_tanh", "act_mul/f32/row/m2-n1000/gelu.gated#bound", "bound", pre(lambda b, i, a: a.update(kind="gelu_tanh") if a["kind"] == "gelu" else None)
     yield "act_mul", "swiglu_unclipped", "swiglu_oai does not clip", "act_mul/*swiglu_oai*#bound", "bound", whole(_unclipped)
     yield "act_mul", "tanh_saturates_early", "tanh is ±1 from |z| = 4", "act_mul/f32/*/tanh*#bound", "bound", post(lambda out, a, t: out.__setitem__(np.abs(a[0]) > 4, np.sign(a[0][np.abs(a[0]) > 4]) * (1 if a[1] is None else a[1][np.abs(a[0]) > 4])) if t["kind"] == "tanh" else None)
+    yield "mul", "small_factors_lost", "a factor [1] below 0.1 counts as 0.1", "softcap/f32/row/any/decomposed#bound", "bound", changed(1, lambda y: np.maximum(y, F32(0.1)) if y.shape == (1,) and y[0] > 0 else y)
     yield "add", "broadcast_wrong", "[C] is added to the first row only", "add/*/last#exact", "exact", post(lambda out, a, t: out.__setitem__(slice(1, None), a[0][1:]) if a[1].ndim == 1 and len(out) > 1 else None)
     yield "add", "f16_result", "sums rounded to f16", "add/*#exact", "exact", post(lambda out, a, t: out.__setitem__(..., _half(out)))
     yield "mul", "rows_factor_once", "[T, 1]: every row takes the first factor", "mul/*/rows#exact", "exact", post(lambda out, a, t: out.__setitem__(..., a[0] * a[1][0, 0]) if a[1].shape == (len(out), 1) and out.size and out.shape[1] > 1 else None)

@@ -17,6 +17,7 @@ def all_cases() -> dict[str, Case]:
         attention,
         caches,
         contract,
+        decomposed,
         determinism,
         elementwise,
         experts,
@@ -32,7 +33,7 @@ def all_cases() -> dict[str, Case]:
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, attention, caches, experts, recurrent, memory, sampling, honesty, contract, determinism, models, serving)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, experts, recurrent, memory, sampling, honesty, contract, determinism, models, serving)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

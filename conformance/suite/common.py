@@ -43,7 +43,7 @@ def expect(session: Session, case_id: str, ran: Ran, expected: Sequence[Expected
     factor = tolerance(session, case_id)
     worst = Outcome(0.0, 0.0, (), ran.yes.impl, ran.native)
     for found, wanted in zip(ran.outs, expected, strict=True):
-        verdict = judge(found, Expected(wanted.y, wanted.bound * factor, wanted.exact) if factor != 1 else wanted)
+        verdict = judge(found, Expected(wanted.y, wanted.bound * factor, wanted.exact, wanted.slack) if factor != 1 else wanted)
         if verdict.message:
             facts = {"margin": verdict.margin, "nmse": verdict.nmse, "index": verdict.index, "impl": ran.yes.impl, "native": ran.native}
             broken = verdict.rule if verdict.rule == "contract" else rule or verdict.rule

@@ -171,7 +171,7 @@ def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, a
 
     kills = self_test(mutants, jobs)
     bad = [k for k in kills if not k.good]
-    table = [{"name": k.name, "family": k.family, "what": k.what, "verdict": k.verdict, "rule": k.rule, "case": k.case} for k in kills]
+    table = [{"name": k.name, "family": k.family, "what": k.what, "verdict": k.verdict, "rule": k.rule, "case": k.case, "margin": None if k.margin is None else f"{k.margin:.3g}"} for k in kills]
     if write is not None:
         write.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if as_json:
@@ -184,7 +184,7 @@ def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, a
 
 
 @conformance_command.command("calibrate")
-@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, and cpu_avx in every variant]")
+@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, cpu_avx in every variant, opencl_generic]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for one JSON file per backend.  [default: print only]")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
 @_with(_common)

@@ -13,6 +13,7 @@ from fastllm.conformance import bounds, bounds_extended, oracle
 from fastllm.conformance import oracle_extended as extended
 from fastllm.conformance.bounds import Numerics
 from fastllm.conformance.numbers import Numbers
+from fastllm.conformance.suite import all_cases
 
 
 def attrs(**given):
@@ -111,3 +112,11 @@ def test_experts_computed_in_f32_are_within_their_bound_and_a_fault_of_a_thousan
     assert (np.abs(y * np.float32(1 + 2.0**-10) - expected.y) / expected.bound).max() > 2
     exact = bounds_extended.moe(x, ids, weights, [*stacks[:2], stacks[2].astype(np.float16).astype(np.float32)], [None] * 3, "silu", Numerics(act=act))
     assert (np.abs(exact.y - expected.y) / expected.bound).max() > 2
+
+
+def test_every_op_of_the_catalogue_has_cases_and_every_decomposition_one():
+    ops = {case.op for case in all_cases().values()}
+    assert set(CATALOGUE) <= ops
+    decomposed = {case.op for case in all_cases().values() if "/decomposed#" in case.id}
+    assert decomposed == {name for name, spec in CATALOGUE.items() if spec.decompose is not None}
+    assert all(bool(spec.indivisible) != spec.core for spec in CATALOGUE.values() if spec.decompose is None)

@@ -1,0 +1,235 @@
+"""Quantised safetensors: fp8 with a scale for each tile (DeepSeek-V3), and MXFP4 experts (gpt-oss). A quantised file and its twin, which
+has the decoded values as plain numbers, are the same model."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastllm.api import RefBackend
+from fastllm.backends.cpu_avx.backend import CpuBackend
+from fastllm.core import _kernels
+from fastllm.core.errors import ModelFileError, UnsupportedError
+from fastllm.core.executor import Executor
+from fastllm.core.placement import Placement
+from fastllm.core.planner import StepLimits, make_plan
+from fastllm.core.scaled import merged
+from fastllm.core.step import StepBatch
+from fastllm.core.weights import TensorSource, WeightRef
+from fastllm.formats import open_model
+from fastllm.models import build
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PROMPT = 24
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def e4m3(code):
+    """The value of a code, from the definition."""
+    sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return math.nan
+    value = Fraction(8 + mantissa, 8) * Fraction(2) ** (exponent - 7) if exponent else Fraction(mantissa, 8) * Fraction(2) ** -6
+    return float(sign * value)
+
+
+CODES = np.array([e4m3(c) for c in range(256)])
+
+
+def nearest(values):
+    """Codes of e4m3, by search among all values."""
+    order = np.argsort(CODES[np.isfinite(CODES)], kind="stable")
+    codes, sorted_values = np.flatnonzero(np.isfinite(CODES))[order], CODES[np.isfinite(CODES)][order]
+    at = np.searchsorted(sorted_values, values).clip(1, len(codes) - 1)
+    left = np.abs(values - sorted_values[at - 1]) <= np.abs(sorted_values[at] - values)
+    return codes[np.where(left, at - 1, at)].astype(np.uint8)
+
+
+def test_all_codes_of_e4m3_and_blocks_of_them_decode_as_defined():
+    codes = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(_kernels.decode("f8_e4m3", codes, 256), CODES.astype(np.float32))
+    assert np.signbit(_kernels.decode("f8_e4m3", np.array([128], np.uint8), 1)[0])
+    assert np.nanmax(CODES) == 448
+    scale = np.float32(0.7)
+    block = np.concatenate([np.array([scale]).view(np.uint8), codes[:128], np.array([-scale]).view(np.uint8), codes[128:]])
+    wanted = np.concatenate([scale * CODES[:128].astype(np.float32), -scale * CODES[128:].astype(np.float32)])
+    np.testing.assert_array_equal(_kernels.decode("fp8g128", block, 256), wanted)
+    np.testing.assert_array_equal(_kernels.decode("u8", codes, 256), codes.astype(np.float32))
+
+
+def tiled(scales, tile, rows, width):
+    return np.repeat(np.repeat(scales, tile[0], 0), tile[1], 1)[:rows, :width]
+
+
+@pytest.mark.parametrize(("rows", "width", "tile", "format"), [(200, 384, (128, 128), "fp8g128"), (5, 256, (2, 256), "fp8g128"), (40, 48, (16, 32), "f32"), (3, 128, (4, 64), "f32")])
+def test_codes_and_scales_of_tiles_are_joined_also_of_some_rows_and_turned_round(rows, width, tile, format):
+    rng = np.random.default_rng(rows)
+    codes = rng.integers(0, 127, (rows, width)).astype(np.uint8)
+    scales = rng.standard_normal((-(-rows // tile[0]), -(-width // tile[1]))).astype(np.float32)
+    wanted = CODES[codes].astype(np.float32) * tiled(scales, tile, rows, width)
+    sources = {
+        "w": TensorSource("w", (rows, width), "f8_e4m3", codes.reshape(-1)),
+        "s": TensorSource("s", scales.shape, "f32", scales.reshape(-1).view(np.uint8)),
+    }
+    ref = WeightRef("w", scales="s", tile=tile)
+    found = ref.resolve(sources, "x", (rows, width))
+    assert found.format == format == ref.format(sources)
+    np.testing.assert_array_equal(found.decode(), wanted)
+    some = ref.block(1, rows - 1)
+    np.testing.assert_array_equal(some.resolve(sources, "x", (rows - 2, width)).decode(), wanted[1:-1])
+    turned = WeightRef("w", scales="s", tile=tile, transpose=True)
+    assert turned.format(sources) == "f32"
+    np.testing.assert_array_equal(turned.resolve(sources, "x", (width, rows)).decode(), wanted.T)
+    picked = WeightRef("w", scales="s", tile=tile, row_index=(2, 0))
+    np.testing.assert_array_equal(picked.resolve(sources, "x", (2, width)).decode(), wanted[[2, 0]])
+
+
+def test_codes_and_scales_that_do_not_belong_together_are_a_damaged_file():
+    codes = np.zeros(64 * 64, np.uint8)
+    for format, dims, scales in (
+        ("f8_e4m3", (64, 64), np.ones((2, 1), np.float32)), ("f8_e4m3", (64, 64), np.ones((1, 2), np.float32)), ("f8_e4m3", (64, 64), np.ones(4, np.float32)),
+        ("f16", (64, 32), np.ones((2, 2), np.float32)), ("u8", (64, 4, 16), np.ones((64, 3), np.uint8)), ("u8", (64, 4, 16), np.ones((63, 4), np.uint8)),
+        ("u8", (64, 4, 16), np.ones((64, 4), np.float32)), ("u8", (64, 8, 8), np.ones((64, 8), np.uint8)), ("u8", (64, 64), np.ones((64, 2), np.uint8)),
+    ):  # fmt: skip
+        with pytest.raises(ModelFileError, match="do not fit"):
+            merged("w", "f", format, dims, codes, scales, 0, (32, 32))
+    source = {"w": TensorSource("w", (64, 64), "f8_e4m3", codes)}
+    with pytest.raises(ModelFileError, match="missing"):
+        WeightRef("w", scales="s", tile=(32, 32)).resolve(source, "x", (64, 64))
+
+
+# whole models -------------------------------------------------------------------------------------------------------------
+
+
+def read_folder(name):
+    """Tensors of a fixture: name -> f32 values, and its config."""
+    files = open_model(FIXTURES / name)
+    values = {n: WeightRef(n).resolve(files.tensors, n, s.shape).decode() for n, s in files.tensors.items()}
+    return values, json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def write_folder(folder, config, tensors):
+    """tensors: name -> array; u8 arrays of names that end in .weight are e4m3."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    header, parts, at = {}, [], 0
+    for name, array in tensors.items():
+        kind = "F32" if array.dtype == np.float32 else "F8_E4M3" if name.endswith(".weight") else "U8"
+        data = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+        parts.append(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    return folder
+
+
+def fp8_pair(tmp_path, tile):
+    """(DeepSeek-V3 with fp8 weights, its plain twin)."""
+    values, config = read_folder("deepseek_v3")
+    codes, plain = {}, {}
+    for name, w in values.items():
+        plain[name] = w
+        if w.ndim != 2 or "embed" in name or name.endswith("mlp.gate.weight"):
+            codes[name] = w
+            continue
+        rows, width = w.shape
+        down = [(-(-rows // tile[0])), -(-width // tile[1])]
+        scales = np.array([[np.abs(w[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]).max() / 448 for j in range(down[1])] for i in range(down[0])], np.float32)
+        spread = tiled(scales, tile, rows, width)
+        codes[name] = nearest(w.astype(np.float64) / spread)
+        codes[name + "_scale_inv"] = scales
+        plain[name] = (CODES[codes[name]].astype(np.float32) * spread).astype(np.float32)
+    about = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(tile)}
+    return write_folder(tmp_path / "fp8", {**config, "quantization_config": about}, codes), write_folder(tmp_path / "plain", config, plain)
+
+
+def mxfp4_pair(tmp_path):
+    """(gpt-oss with experts in MXFP4, its plain twin): experts of 32, since a row must be whole blocks."""
+    values, config = read_folder("gpt_oss")
+    config["intermediate_size"] = 32
+    rng = np.random.default_rng(1)
+    codes, plain = {}, {}
+    for name, w in values.items():
+        if ".experts." not in name:
+            codes[name] = plain[name] = w
+        elif name.endswith("_bias"):
+            width = 64 if "gate_up" in name else 32
+            codes[name] = plain[name] = rng.standard_normal((4, width)).astype(np.float32) / 2
+        else:
+            rows = 64 if "gate_up" in name else 32
+            blocks, exponents = rng.integers(0, 256, (4, rows, 1, 16)).astype(np.uint8), rng.integers(122, 126, (4, rows, 1)).astype(np.uint8)
+            nibbles = np.stack([blocks & 15, blocks >> 4], -1).reshape(4, rows, 32)  # the first of two in the low half
+            numbers = np.array([*E2M1, *(-v for v in E2M1)])[nibbles] * 2.0 ** (exponents.astype(np.float64) - 127)
+            codes[name + "_blocks"], codes[name + "_scales"] = blocks, exponents
+            plain[name] = np.ascontiguousarray(numbers.transpose(0, 2, 1)).astype(np.float32)  # [in, out]
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    return write_folder(tmp_path / "mxfp4", {**config, "quantization_config": about}, codes), write_folder(tmp_path / "plain", config, plain)
+
+
+def opened(folder):
+    files = open_model(folder)
+    return files, build(files.kind, files.architecture, files.config, files.tensors, context_limit=40)
+
+
+def logits_of(backends, place, files, model, ids, cuts):
+    limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)
+    plan = make_plan(model.graph, model.weights, files.tensors, backends, Placement.on(place), limits)
+    executor = Executor(plan, model.weights, files.tensors, backends)
+    table = np.array([[2, 0, 3]], np.int32)
+    rows = []
+    try:
+        for a, b in pairwise(cuts):
+            at = np.arange(a, b, dtype=np.int32)
+            slots = (table[0, at // 16] * 16 + at % 16).astype(np.int32)
+            step = StepBatch(np.array(ids[a:b], np.int32), at, slots, np.array([0, b - a], np.int32), np.array([b], np.int32), table, np.arange(b - a, dtype=np.int32), None, np.zeros(1, np.int32))
+            rows.append(executor.run(step).logits.copy())
+    finally:
+        executor.close()
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_128", "mxfp4"])
+def test_a_quantised_model_and_its_plain_twin_give_the_same_logits_in_chunks_and_16_steps(kind, tmp_path, oracle, tiny):
+    coded, plain = mxfp4_pair(tmp_path) if kind == "mxfp4" else fp8_pair(tmp_path, (128, 128) if kind == "fp8_128" else (16, 8))
+    (files, model), (twin_files, twin) = opened(coded), opened(plain)
+    if kind == "mxfp4":
+        assert {model.weights[v.name].format(files.tensors) for v in model.graph.of_kind("weight") if ".experts." in v.name and "proj" in v.name and "bias" not in v.name} == {"mxfp4"}
+    ids = tiny("deepseek_v3").ids[:40]
+    wanted = oracle.evaluate(twin.graph, oracle.load_weights(twin, twin_files.tensors), ids)
+    np.testing.assert_array_equal(oracle.evaluate(model.graph, oracle.load_weights(model, files.tensors), ids), wanted)
+    cuts = [0, 1, 8, 19, PROMPT, *range(PROMPT + 1, 41)]
+    with CpuBackend(threads=2, act="f32", kv_dtype="f32") as cpu, RefBackend() as ref:
+        for backends, place in (({"ref": ref}, "ref"), ({"cpu_avx": cpu, "ref": ref}, "cpu_avx")):
+            found = logits_of(backends, place, files, model, ids, cuts)
+            assert np.abs(found - wanted).max() <= 1e-4 * wanted.std(), place
+
+
+def test_methods_that_are_not_read_are_refused_by_name(tmp_path):
+    values, config = read_folder("deepseek_v3")
+    for number, (about, words) in enumerate((
+        ({"quant_method": "mxfp4"}, "mxfp4"), ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [8, 8]}, "fmt"), ({"quant_method": "fp8"}, "weight_block_size"),
+    )):  # fmt: skip
+        folder = write_folder(tmp_path / str(number), {**config, "quantization_config": about}, values)
+        with pytest.raises(UnsupportedError, match=words):
+            opened(folder)
+    for number, tile in enumerate(([0, 8], [8], [8.5, 8], "8")):
+        folder = write_folder(tmp_path / f"tile{number}", {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": tile}}, values)
+        with pytest.raises(ModelFileError, match="weight_block_size"):
+            opened(folder)
+
+
+def test_scales_that_are_left_out_of_the_file_are_missed_before_anything_is_loaded(tmp_path):
+    coded, _ = fp8_pair(tmp_path, (16, 8))
+    files = open_model(coded)
+    tensors = {n: s for n, s in files.tensors.items() if "layers.1.self_attn.o_proj.weight_scale_inv" not in n}
+    with pytest.raises(ModelFileError, match="weight_scale_inv"):
+        build(files.kind, files.architecture, files.config, tensors, context_limit=40)
