@@ -125,7 +125,7 @@ async function answer(conversation, parent, { place, more = false } = {}) {
   update();
   message.saved = Date.now();
   keep(conversation, [message]);
-  const isThere = () => state.conversations.includes(conversation); // it may be deleted meanwhile
+  const isThere = () => !state.deleted.has(conversation.id);
   let saved = -SAVE_MS;
   let drawn = 0;
   let timer = 0;

@@ -105,16 +105,18 @@ export async function change(conversation, patch) {
 }
 
 export async function remove(id) {
-  update({ conversations: state.conversations.filter((c) => c.id !== id) }); // first, so that a running answer is not kept again
+  state.deleted.add(id);
   state.runs.get(id)?.controller.abort();
   await db.remove(id);
+  update({ conversations: state.conversations.filter((c) => c.id !== id) });
   if (state.current?.id === id) await startNew();
 }
 
 export async function removeAll() {
-  update({ conversations: [] });
+  for (const { id } of state.conversations) state.deleted.add(id);
   for (const run of state.runs.values()) run.controller.abort();
   await db.clear();
+  update({ conversations: [] });
   await startNew();
 }
 
@@ -211,7 +213,10 @@ export async function importFile(file) {
     return { conversation, messages: [...messages.values()] };
   });
   const added = checked.filter(({ conversation }) => !known.has(conversation.id));
-  for (const { conversation, messages } of added) await db.save(conversation, messages);
+  for (const { conversation, messages } of added) {
+    state.deleted.delete(conversation.id);
+    await db.save(conversation, messages);
+  }
   const conversations = [...state.conversations, ...added.map((a) => a.conversation)].sort((a, b) => b.updated - a.updated);
   update({ conversations });
   return added.length;

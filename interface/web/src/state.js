@@ -16,6 +16,7 @@ export const state = {
   current: null, // the conversation that is shown; null: a new one
   messages: new Map(), // id -> message, of the current conversation
   runs: new Map(), // id of a conversation -> the answer that is being written
+  deleted: new Set(), // ids: an answer that is still being written must not bring its conversation back
   search: "",
   found: null, // ids of conversations that match `search`; null: no search
   server: { state: "ok", model: "", context: 0, defaults: {}, template: "", back: false },
