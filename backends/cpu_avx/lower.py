@@ -7,7 +7,7 @@ Addresses are fixed by the plan, so an instruction holds pointers and integers o
 - **Fusion.** Neighbours become one instruction where nobody else reads what is between them: a norm and the rounding behind it, a linear
   layer and the addition of its residual, the linear layers of gate and up with their activation, and the rounding for the next layer.
   The bits are those of the single ops.
-- **Barriers.** A thread owns rows (norms, additions, rope, cache writes); columns of a linear layer go to who is free. An
+- **Barriers.** A thread owns rows (norms, additions, rope, cache writes) or columns (a linear layer and the activation behind it). An
   instruction waits for the others only if it touches memory that another thread may have written, or may still read, since
   the last barrier: `Access` says what an instruction touches and by whom. Steps of one row need fewer: each thread prepares such a row
   for itself, so barriers are worked out twice, for steps of several rows and for steps of one.
@@ -288,12 +288,12 @@ class _Lowering:
         y, target = matrix(out), None
         accesses = [access(b, False) for b in biases if b is not None]
         if add is not None:
-            accesses.append(access(add, False))
+            accesses.append(access(add, False, ("columns", count), matrix(add)[3] * 4))
         if codes:
             target = self._buffer((kind, count, out.shape[0]), acts)
             accesses.append(target.whole(True))
         else:
-            accesses.append(access(out, True))
+            accesses.append(access(out, True, ("columns", count), y[3] * 4))
         b = [None if bias is None else vector(bias, "f32") for bias in (*biases, None)][:2]
         self.emit(
             "linear",
@@ -579,9 +579,12 @@ class _Lowering:
         gate, up, out = *inputs, outputs[0]
         g, y = matrix(gate), matrix(out)
         operands = [s for s in (gate, up) if s is not None]
-        columns = len(gate.shape) == 2  # shared by columns, since there may be one row only
+        # the columns that the linear layers of gate and up give this thread: no barrier between them and this
+        columns = len(gate.shape) == 2 and all(s.anchor == address_of(s.tensor) for s in (*operands, out))
         if columns:
-            accesses = [*(access(s, False) for s in operands), access(out, True)]
+            part = ("columns", g[6])
+            accesses = [access(s, False, part, matrix(s)[3] * 4) for s in operands]
+            accesses.append(access(out, True, part, y[3] * 4))
         else:
             accesses = [*(self.rows(s, False) for s in operands), self.rows(out, True)]
         self.emit(

@@ -67,7 +67,7 @@ class Access:
         if self.low >= other.high or other.low >= self.high or not (self.write or other.write):
             return False
         same = self.part is not None and (self.part, self.anchor, self.stride) == (other.part, other.anchor, other.stride)
-        return not same
+        return not same or (self.part is not None and self.part[0] == "columns" and self.low != other.low)
 
 
 def matrix(s: Source, dtypes: tuple[str, ...] = ("f32",)) -> View:

@@ -66,6 +66,7 @@ typedef struct {
      * far: [T][heads][slots + 1][8 + padded value_dim]. NULL: each unit does all ranges. */
     float *partials;
     int64_t first, slots;
+    int32_t together; /* kv heads of a unit at most: what they read lies in one piece */
 } fl_attention;
 
 enum {
@@ -92,10 +93,10 @@ typedef struct {
     void (*rope)(const fl_view *x, const float *table, int32_t r, int32_t pairs, const fl_view *out, int64_t i0, int64_t i1);
     void (*kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                      int64_t i1);
-    /* one unit: rows [row0, row1) of one sequence; query heads of one kv head, from its head0-th on; key ranges [range0, range1);
-     * scratch: fl_attention_scratch */
-    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int32_t head0, int64_t row0, int64_t row1,
-                      int64_t range0, int64_t range1, void *scratch);
+    /* one unit: rows [row0, row1) of one sequence; kv heads [head, head + count), of each the query heads from its head0-th on (up to
+     * FL_TILE pairs of row and query head in all); key ranges [range0, range1); scratch: fl_attention_scratch */
+    void (*attention)(const fl_attention *a, int64_t sequence, int32_t head, int32_t count, int32_t head0, int64_t row0,
+                      int64_t row1, int64_t range0, int64_t range1, void *scratch);
     void (*attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
     void (*act_mul)(int32_t kind, const fl_view *gate, const fl_view *up, const fl_view *out, int64_t i0, int64_t i1,
                     int32_t c0, int32_t c1);

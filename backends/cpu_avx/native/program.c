@@ -8,11 +8,6 @@
 
 #include "moe.h"
 
-enum {
-    LINEAR_TAIL = 8,
-    LINEAR_FEW = 32
-}; /* one strip in so many is given out at the end, where there are so many rows at most */
-
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
     case FL_SYM_T:
@@ -121,25 +116,34 @@ static void attention_resolve(const fl_program *p, fl_instruction *ins) {
                         .window = (int32_t)ins->i[2],
                         .scale = ins->f[0],
                         .softcap = ins->f[1]};
-    int64_t units = 0, longest = 0, threads = fl_pool_threads(p->pool);
+    int64_t units = 0, longest = 0, most = 1, threads = fl_pool_threads(p->pool);
     for (int64_t s = 0; s < p->S; s++) {
+        const int64_t rows = a->query_start[s + 1] - a->query_start[s];
+        if (rows > most) most = rows < tile_rows(a) ? rows : tile_rows(a);
         units += (a->query_start[s + 1] - a->query_start[s] + tile_rows(a) - 1) / tile_rows(a) * a->cache.heads * head_tiles(a);
         if (a->context_len[s] > longest) longest = a->context_len[s];
     }
-    if (threads == 1 || units >= 16 * threads || p->T == 0 || p->T > FL_PARTIAL_ROWS || longest <= FL_RANGE) return;
+    int64_t fits = FL_TILE / (most * (a->heads / a->cache.heads)), together = units / (16 * threads);
+    a->together = (int32_t)(together > fits ? fits : together);
+    if (threads == 1 || units >= 16 * threads || p->T == 0 || p->T > FL_PARTIAL_ROWS || longest <= FL_RANGE) {
+        if (a->together < 1) a->together = 1;
+        return;
+    }
     int64_t from = longest, slots = ins->i[4] / p->T - 1;
     for (int64_t t = 0; t < p->T; t++)
         if (first_key(a, a->positions[t]) < from) from = first_key(a, a->positions[t]);
     a->first = from / FL_RANGE;
     a->slots = ranges_of(longest) - a->first < slots ? ranges_of(longest) - a->first : slots;
-    if (a->slots > 1) a->partials = (float *)(intptr_t)ins->i[5];
+    if (a->slots > 1) a->partials = (float *)(intptr_t)ins->i[5], a->together = (int32_t)fits;
+    if (a->together < 1) a->together = 1;
 }
 
 static int64_t next_unit(fl_instruction *ins) { return atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed); }
 
 static void attention_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     fl_attention a = ins->attention; /* its ranges move on */
-    const int64_t tile = tile_rows(&a), tiles = head_tiles(&a);
+    const int64_t tile = tile_rows(&a), tiles = head_tiles(&a), together = a.together,
+                  groups = (a.cache.heads + together - 1) / together;
     int64_t unit = next_unit(ins), base = 0, end = 0;
     for (int64_t s = 0; s < p->S; s++)
         if (a.context_len[s] > end) end = a.context_len[s];
@@ -147,15 +151,16 @@ static void attention_run(const fl_program *p, fl_instruction *ins, int thread, 
         for (int64_t s = 0; s < p->S; s++) { /* units come in ascending order */
             const int64_t rows = a.query_start[s + 1] - a.query_start[s], parts = parts_of(&a, s),
                           blocks = (rows + tile - 1) / tile;
-            const int64_t count = blocks * a.cache.heads * tiles * parts;
+            const int64_t count = blocks * groups * tiles * parts;
             for (; unit < base + count; unit = next_unit(ins)) {
-                int64_t index = unit - base, part = index % parts, head0 = index / parts % tiles * FL_TILE,
-                        head = index / parts / tiles % a.cache.heads, at = index / parts / tiles / a.cache.heads;
+                int64_t index = unit - base, part = index % parts, tail = index / parts, head0 = tail % tiles * FL_TILE,
+                        head = tail / tiles % groups * together, left = a.cache.heads - head, at = tail / tiles / groups;
                 at = blocks - 1 - at; /* the last rows of a prompt see most keys: begin with them */
                 int64_t row0 = a.query_start[s] + at * tile, row1 = row0 + tile;
                 if (row1 > a.query_start[s + 1]) row1 = a.query_start[s + 1];
                 int64_t range0 = a.partials ? a.first + part : 0, range1 = a.partials ? range0 + 1 : end;
-                p->kernels->attention(&a, s, (int32_t)head, (int32_t)head0, row0, row1, range0, range1, scratch);
+                p->kernels->attention(&a, s, (int32_t)head, (int32_t)(left < together ? left : together), (int32_t)head0, row0,
+                                      row1, range0, range1, scratch);
             }
             base += count;
         }
@@ -215,35 +220,10 @@ static void norm_prepare(const fl_program *p, const fl_instruction *ins, fl_acts
     }
 }
 
-/* The strips of a linear layer. Most of them are shared beforehand, so that a thread reads one range of memory; the last ones go to who is
- * free first, since threads are never equally fast: neighbours take their caches, their bandwidth, their core. A strip's bits do not depend
- * on who computes it. With many rows a thread makes the most of its rows once for all of its strips, so those are shared beforehand. */
-static void linear_run(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
-    const fl_view *v = ins->v;
-    const int64_t rows = v[1].rows, strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP;
-    const int64_t own = threads > 1 && rows <= LINEAR_FEW ? strips - strips / LINEAR_TAIL : strips;
-    const fl_target to = {.bias = (const float *)v[0].p,
-                          .up_bias = (const float *)v[2].p,
-                          .add = (const float *)v[3].p,
-                          .y = (float *)v[1].p,
-                          .ldadd = (size_t)v[3].s0,
-                          .ldy = (size_t)v[1].s0,
-                          .codes = ins->codes.data ? &ins->codes : NULL,
-                          .act = (int32_t)ins->i[0]};
-    fl_acts acts;
-    private_acts(p, ins, thread, &acts);
-    int64_t a = own * thread / threads, b = own * (thread + 1) / threads;
-    while (rows > 0 && a < strips) {
-        if (a < b)
-            p->kernels->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
-        a = own + next_unit(ins), b = a + 1;
-    }
-}
-
 static void execute(const fl_program *p, fl_instruction *ins, int thread, int threads, void *scratch) {
     const fl_kernels *k = p->kernels;
     const fl_view *v = ins->v;
-    int64_t rows = v[0].rows, i0, i1; /* the rows that threads share */
+    int64_t rows = v[ins->op == FL_OP_LINEAR ? 1 : 0].rows, i0, i1; /* the rows that threads share */
     i0 = rows * thread / threads, i1 = rows * (thread + 1) / threads;
     fl_acts acts;
     switch (ins->op) {
@@ -278,12 +258,25 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         else if (i0 < i1)
             k->linear->prepare(&acts, (const float *)v[0].p, (size_t)v[0].s0, (int)i0, (int)i1);
         break;
-    case FL_OP_LINEAR:
-        linear_run(p, ins, thread, threads, scratch);
+    case FL_OP_LINEAR: {
+        int64_t strips = (ins->weight.N + FL_STRIP - 1) / FL_STRIP, a = strips * thread / threads,
+                b = strips * (thread + 1) / threads;
+        const fl_target to = {.bias = (const float *)v[0].p,
+                              .up_bias = (const float *)v[2].p,
+                              .add = (const float *)v[3].p,
+                              .y = (float *)v[1].p,
+                              .ldadd = (size_t)v[3].s0,
+                              .ldy = (size_t)v[1].s0,
+                              .codes = ins->codes.data ? &ins->codes : NULL,
+                              .act = (int32_t)ins->i[0]};
+        private_acts(p, ins, thread, &acts);
+        if (rows > 0 && a < b)
+            k->linear->linear(&ins->weight, ins->up.data ? &ins->up : NULL, &acts, &to, (int)a, (int)b, scratch);
         break;
+    }
     case FL_OP_ACT_MUL: {
         int32_t c0 = 0, c1 = v[0].d2;
-        if (ins->i[1]) {
+        if (ins->i[1]) { /* the same columns of every row as a linear of this width gives this thread */
             int64_t strips = (c1 + FL_STRIP - 1) / FL_STRIP;
             c0 = (int32_t)(strips * thread / threads * FL_STRIP);
             int64_t end = strips * (thread + 1) / threads * FL_STRIP;

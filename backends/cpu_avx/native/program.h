@@ -1,7 +1,6 @@
 /* A compiled step: a flat array of instructions that every thread of the pool walks.
  *
- * Inside an instruction each thread takes its share of rows, strips or attention units (of the latter two, what is left goes to who is
- * free first: `next` counts it); `barrier` says that it must first wait for the
+ * Inside an instruction each thread takes its share of rows, strips or attention units; `barrier` says that it must first wait for the
  * others (lower.py decides where). In a step of one row every thread prepares the input of a linear layer for itself, in memory of its
  * own (address i1, i2 bytes for each thread): that is cheaper than to wait for the one that does it. So such steps need fewer barriers. Sizes and addresses are fixed when the program is built; only T, S and R change, and are
  * resolved once per run. Nothing is allocated in a run. Every index that a step brings (ids, slots, blocks, context lengths) is checked

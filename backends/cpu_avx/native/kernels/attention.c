@@ -1,6 +1,6 @@
 /* Paged attention, and the cache it reads.
  *
- * One *unit* is up to FL_TILE (row, head) pairs of one sequence that share one kv head. Keys are taken in steps of FL_SUB tokens at fixed
+ * One *unit* is up to FL_TILE (row, head) pairs of one sequence that share one kv head, or, with few rows, several of them. Keys are taken in steps of FL_SUB tokens at fixed
  * places of the context; scores and weights of a step stay in L1:
  *
  *     scores s[q][64] = q · K      sixteen tokens a vector, since a block holds keys transposed: K [Dk][tokens]
@@ -262,17 +262,17 @@ FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i) {
     return topw(top);
 }
 
-/* Scores of a step become weights; the running m, l and acc of every pair are brought along. */
-static void step_softmax(const fl_attention *a, step *w, int32_t width) {
-    float keep[FL_TILE] = {0.0f};
-    for (int32_t i = 0; i < w->n; i++) {
+/* Scores of a step become weights; the running m, l and acc of the pairs [i0, i1) are brought along. */
+static void step_softmax(const fl_attention *a, step *w, int32_t i0, int32_t i1, int32_t width) {
+    float keep[FL_TILE + FL_WIDE] = {0.0f};
+    for (int32_t i = i0; i < i1; i++) {
         if (w->from[i] >= w->to[i]) continue;
         float top = largest_score(a, w, i), now = top > w->m[i] ? top : w->m[i];
         keep[i] = now > w->m[i] ? w->m[i] - now : 0.0f;
         w->m[i] = now;
     }
-    for (int32_t i = 0; i < w->n; i += FL_WIDE) storew(keep + i, exp2w(loadw(keep + i)));
-    for (int32_t i = 0; i < w->n; i++) {
+    for (int32_t i = i0; i < i1; i += FL_WIDE) storew(keep + i, exp2w(loadw(keep + i)));
+    for (int32_t i = i0; i < i1; i++) {
         float *s = w->score[i], *l = w->l[i], *acc = w->acc[i];
         int32_t from = w->from[i], to = w->to[i];
         if (from >= to) continue;
@@ -357,9 +357,9 @@ static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_
     }
 }
 
-/* score[i][j] = q[i] · key j, for all tokens of the step. */
-static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
-                        const float *const *q, const float *staged, const float *kscale) {
+/* score[i][j] = q[i] · key j for the pairs [i0, i1), for all tokens of the step. */
+static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w, int32_t i0,
+                        int32_t i1, const float *const *q, const float *staged, const float *kscale) {
     const int dtype = staged ? FL_DT_F32 : kscale ? SCALED : c->dtype;
     for (int32_t j = staged ? w->lo / FL_WIDE * FL_WIDE : w->lo; j < w->hi;) {
         piece part = {(const char *)(staged + j), 0, w->hi - j};
@@ -369,8 +369,8 @@ static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, 
             keys.p = at(part.head, part.offset, c->dtype), keys.ld = fl_key_stride(c);
             keys.ahead = part.head + fl_values_at(c);
         }
-        for (int32_t i = 0; i < w->n;) {
-            int k = share(w->n - i);
+        for (int32_t i = i0; i < i1;) {
+            int k = share(i1 - i);
             float *y[6];
             for (int x = 0; x < k; x++) y[x] = w->score[i + x] + j;
             product(k, dtype, q + i, 0, c->key_dim, &keys, y, part.count, 0);
@@ -381,9 +381,11 @@ static void step_scores(const fl_cache *c, const int32_t *blocks, int32_t head, 
     }
 }
 
-/* acc[i] += Σ_j p[i][j] · value j; vscale: of the values' groups of channels, [groups][SROW], NULL where the cache holds none */
-static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w,
-                        const float *staged, const float *vscale, int32_t value_dim, int32_t width, int64_t end) {
+/* acc[i] += Σ_j p[i][j] · value j for the pairs [i0, i1); vscale: of the values' groups of channels, [groups][SROW], NULL where the cache
+ * holds none; next: what is read after this step */
+static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, const step *w, int32_t i0,
+                        int32_t i1, const float *staged, const float *vscale, int32_t value_dim, int32_t width,
+                        const char *next) {
     const int dtype = staged ? FL_DT_F32 : c->dtype;
     const int32_t channels = vscale ? FL_KV_GROUP : value_dim;
     for (int32_t j = w->lo; j < w->hi;) {
@@ -394,12 +396,12 @@ static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, 
             part = piece_at(c, blocks, head, first, j, w->hi);
             values.p = at(part.head + fl_values_at(c), part.offset * c->value_dim, c->dtype), values.ld = c->value_dim,
             base = j;
-            if (first + j + part.count < end) values.ahead = piece_at(c, blocks, head, first, j + part.count, SROW).head;
+            values.ahead = j + part.count < w->hi ? piece_at(c, blocks, head, first, j + part.count, SROW).head : next;
         }
-        for (int32_t i = 0; i < w->n;) {
+        for (int32_t i = i0; i < i1;) {
             int32_t f[6], t[6];
             const float *p[6];
-            int k = share(w->n - i);
+            int k = share(i1 - i);
             for (int x = 0; x < k; x++) f[x] = w->from[i + x] - base, t[x] = w->to[i + x] - base;
             for (int32_t column = 0; column < value_dim; column += channels) {
                 float weight[6][SROW], *acc[6];
@@ -425,8 +427,8 @@ static void step_values(const fl_cache *c, const int32_t *blocks, int32_t head, 
     }
 }
 
-void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_head, int32_t head0, int64_t row0, int64_t row1,
-                                int64_t range0, int64_t range1, void *scratch) {
+void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_head, int32_t count, int32_t head0, int64_t row0,
+                                int64_t row1, int64_t range0, int64_t range1, void *scratch) {
     const fl_cache *c = &a->cache;
     const int32_t *blocks = a->block_table + s * a->table_stride;
     int32_t group = a->heads / c->heads, width = (a->value_dim + 15) / 16 * 16;
@@ -435,53 +437,62 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     if (c->dtype == FL_DT_I8)
         kscale = vt + FL_SUB * width, vscale = c->value_dim ? kscale + fl_kv_groups(c->key_dim) * SROW : kscale;
 
-    int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, first = kv_head * group + head0;
-    step w = {.n = heads * (int32_t)(row1 - row0)};
+    /* pairs: kv head after kv head, of each row after row */
+    int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, each = heads * (int32_t)(row1 - row0), query[FL_TILE];
+    step w = {.n = each * count};
     span see[FL_TILE], all = {INT64_MAX, 0};
     const float *q[FL_TILE];
     float M[FL_TILE], L[FL_TILE];
     for (int32_t i = 0; i < w.n; i++) {
-        int64_t row = row0 + i / heads;
+        int64_t row = row0 + i % each / heads;
+        query[i] = (kv_head + i / each) * group + head0 + i % heads;
         see[i] = visible(a, s, row);
-        q[i] = (const float *)a->q.p + row * a->q.s0 + (first + i % heads) * a->q.s1;
+        q[i] = (const float *)a->q.p + row * a->q.s0 + query[i] * a->q.s1;
         w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
-        w.slope[i] = a->slopes ? a->slopes[first + i % heads] : 0.0f;
+        w.slope[i] = a->slopes ? a->slopes[query[i]] : 0.0f;
         M[i] = -INFINITY, L[i] = 0.0f;
         if (see[i].lo >= see[i].hi) continue;
         if (see[i].lo < all.lo) all.lo = see[i].lo;
         if (see[i].hi > all.hi) all.hi = see[i].hi;
     }
     if (!a->partials) memset(total, 0, (size_t)(w.n * width) * sizeof(float));
-    int staged = c->value_dim == 0 || (c->dtype != FL_DT_F32 && w.n >= STAGED);
+    int staged = c->value_dim == 0 || (c->dtype != FL_DT_F32 && each >= STAGED);
 
     for (int64_t r = range0 > all.lo / FL_RANGE ? range0 : all.lo / FL_RANGE; r < range1 && r * FL_RANGE < all.hi; r++) {
         int64_t begin = r * FL_RANGE, end = begin + FL_RANGE < all.hi ? begin + FL_RANGE : all.hi;
         memset(acc, 0, (size_t)(w.n * width) * sizeof(float));
-        memset(w.l, 0, sizeof w.l);
+        memset(w.l, 0, (size_t)w.n * sizeof w.l[0]);
         for (int32_t i = 0; i < w.n; i++) w.m[i] = -INFINITY;
 
         for (int64_t sub = begin; sub < end; sub += FL_SUB) {
             w.lo = FL_SUB, w.hi = 0;
             for (int32_t i = 0; i < w.n; i++) {
                 int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
-                w.distance[i] = (float)(sub - a->positions[row0 + i / heads]);
+                w.distance[i] = (float)(sub - a->positions[row0 + i % each / heads]);
                 w.from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), w.to[i] = (int32_t)(t > 0 ? t : 0);
                 if (w.from[i] >= w.to[i]) w.from[i] = w.to[i] = 0;
                 else
                     w.lo = w.from[i] < w.lo ? w.from[i] : w.lo, w.hi = w.to[i] > w.hi ? w.to[i] : w.hi;
             }
             if (w.lo >= w.hi) continue;
-            if (kscale) stage_scales(c, blocks, kv_head, sub, w.lo, w.hi, kscale, vscale);
-            if (staged) stage(c, blocks, kv_head, sub, w.lo, w.hi, kscale, kt, vt, width);
-            step_scores(c, blocks, kv_head, sub, &w, q, staged ? kt : NULL, kscale);
-            step_softmax(a, &w, width);
-            step_values(c, blocks, kv_head, sub, &w, staged ? vt : NULL, vscale, a->value_dim, width, end);
+            for (int32_t h = 0, head = kv_head; h < count; h++, head++) {
+                const int32_t i0 = h * each, i1 = i0 + each;
+                const char *next = NULL;
+                if (h + 1 < count) next = piece_at(c, blocks, head + 1, sub, w.lo, SROW).head;
+                else if (sub + FL_SUB < end)
+                    next = piece_at(c, blocks, kv_head, sub, FL_SUB, 2 * FL_SUB).head;
+                if (kscale) stage_scales(c, blocks, head, sub, w.lo, w.hi, kscale, vscale);
+                if (staged) stage(c, blocks, head, sub, w.lo, w.hi, kscale, kt, vt, width);
+                step_scores(c, blocks, head, sub, &w, i0, i1, q, staged ? kt : NULL, kscale);
+                step_softmax(a, &w, i0, i1, width);
+                step_values(c, blocks, head, sub, &w, i0, i1, staged ? vt : NULL, vscale, a->value_dim, width, next);
+            }
         }
         for (int32_t i = 0; i < w.n; i++) {
             if (see[i].lo >= end || see[i].hi <= begin || see[i].lo >= see[i].hi) continue;
             float l = sum8(load8(w.l[i]) + load8(w.l[i] + 8));
             if (a->partials) {
-                float *part = partial(a, row0 + i / heads, first + i % heads, r - a->first);
+                float *part = partial(a, row0 + i % each / heads, query[i], r - a->first);
                 part[0] = w.m[i], part[1] = l;
                 memcpy(part + 8, acc + i * width, (size_t)width * sizeof(float));
             } else {
@@ -491,11 +502,10 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     }
     if (a->partials) return;
     for (int32_t i = 0; i < w.n; i++) {
-        int64_t row = row0 + i / heads;
-        int32_t head = first + i % heads;
-        if (see[i].lo >= see[i].hi) zero_row(a, row, head);
+        int64_t row = row0 + i % each / heads;
+        if (see[i].lo >= see[i].hi) zero_row(a, row, query[i]);
         else
-            finish(a, row, head, M[i], L[i], total + i * width);
+            finish(a, row, query[i], M[i], L[i], total + i * width);
     }
 }
 
@@ -556,7 +566,13 @@ static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t st
     } else if (dtype == FL_DT_F32) {
         for (int32_t i = 0; i < n; i++) ((float *)to)[i * step] = x[i];
     } else if (dtype == FL_DT_F16) {
-        for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_half1(x[i]);
+        uint16_t *h = (uint16_t *)to, eight[8];
+        int32_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            to_half8(x + i, eight);
+            for (int32_t o = 0; o < 8; o++) h[(i + o) * step] = eight[o];
+        }
+        for (; i < n; i++) h[i * step] = to_half1(x[i]);
     } else if (dtype == FL_DT_BF16) {
         for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_bfloat1(x[i]);
     } else {

@@ -24,8 +24,8 @@ void FL_NAME(fl_route_topk)(const fl_route *r, const fl_view *logits, const floa
 void FL_NAME(fl_add_weighted)(float *out, const float *y, float weight, int32_t n);
 void FL_NAME(fl_kv_write)(const fl_cache *cache, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
                           int64_t i1);
-void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t sequence, int32_t head, int32_t head0, int64_t row0,
-                                int64_t row1, int64_t range0, int64_t range1, void *scratch);
+void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t sequence, int32_t head, int32_t count, int32_t head0,
+                                int64_t row0, int64_t row1, int64_t range0, int64_t range1, void *scratch);
 void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
 
 #endif
