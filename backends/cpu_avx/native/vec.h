@@ -207,29 +207,28 @@ FL_INLINE wide wide_value(wide_sum s) { return acc8_value(s); }
 FL_INLINE wide_sum wide_fma(wide_sum c, float x, wide u) { return acc8_fma(c, x, u); }
 #endif
 
-/* 2^n for −126 ≤ n ≤ 127, as bits. */
-FL_INLINE f32x8 pow2_8(i32x8 n) { return (f32x8)((n + 127) << 23); }
-
 /* e^x, about 1 ulp, denormal results included: x = n·ln 2 + r with |r| ≤ ½ ln 2, a polynomial of degree 7 in r (Cephes), and 2^n in two
  * factors so that both stay normal. −inf gives 0, above 88.73 gives +inf, NaN stays NaN. */
-FL_INLINE f32x8 exp8(f32x8 x) {
-    f32x8 c = select8(x < -104.0f, set8(-104.0f), x);
-    c = select8(c > 89.0f, set8(89.0f), c);
-    f32x8 t = c * 1.44269504088896341f + 12582912.0f; /* 1.5·2^23: the sum's low bits are the rounded integer */
-    i32x8 n = (i32x8)t - 0x4b400000;
-    f32x8 nf = t - 12582912.0f;
-    f32x8 r = (c - nf * 0.693359375f) - nf * -2.12194440e-4f;
-    f32x8 p = set8(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    i32x8 half = n >> 1;
-    f32x8 y = p * pow2_8(half) * pow2_8(n - half);
-    return select8(x != x, x, y);
-}
+#define FL_EXP(name, F, I, set, select)                                                                                        \
+    FL_INLINE F name(F x) {                                                                                                    \
+        F c = select(x < -104.0f, set(-104.0f), x);                                                                            \
+        c = select(c > 89.0f, set(89.0f), c);                                                                                  \
+        F t = c * 1.44269504088896341f + 12582912.0f; /* 1.5·2^23: the sum's low bits are the rounded integer */               \
+        I n = (I)t - 0x4b400000;                                                                                               \
+        F nf = t - 12582912.0f;                                                                                                \
+        F r = (c - nf * 0.693359375f) - nf * -2.12194440e-4f;                                                                  \
+        F p = set(1.9875691500e-4f);                                                                                           \
+        p = p * r + 1.3981999507e-3f;                                                                                          \
+        p = p * r + 8.3334519073e-3f;                                                                                          \
+        p = p * r + 4.1665795894e-2f;                                                                                          \
+        p = p * r + 1.6666665459e-1f;                                                                                          \
+        p = p * r + 5.0000001201e-1f;                                                                                          \
+        p = p * (r * r) + r + 1.0f;                                                                                            \
+        I half = n >> 1; /* 2^n in two factors, as bits */                                                                     \
+        F y = p * (F)((half + 127) << 23) * (F)((n - half + 127) << 23);                                                       \
+        return select(x != x, x, y);                                                                                           \
+    }
+FL_EXP(exp8, f32x8, i32x8, set8, select8)
 
 /* FL_WIDE lanes for the softmax of attention. Longer vectors than the registers are no way to write it: compilers take their
  * comparisons apart, lane by lane. */
@@ -308,11 +307,17 @@ FL_INLINE f32x8 tanh8(f32x8 x) {
 }
 
 /* 1 / (1 + e^−x), with full relative precision on both sides. */
-FL_INLINE f32x8 sigmoid8(f32x8 x) {
-    f32x8 e = exp8(-abs8(x));
-    f32x8 y = select8(x < 0.0f, e, set8(1.0f)) / (1.0f + e);
-    return select8(x != x, x, y);
-}
+#define FL_SIGMOID(name, exp, F, I, set, select)                                                                               \
+    FL_INLINE F name(F x) {                                                                                                    \
+        F e = exp((F)((I)x | (int32_t)0x80000000)); /* of −|x| */                                                              \
+        F y = select(x < 0.0f, e, set(1.0f)) / (1.0f + e);                                                                     \
+        return select(x != x, x, y);                                                                                           \
+    }
+FL_SIGMOID(sigmoid8, exp8, f32x8, i32x8, set8, select8)
+#if FL_WIDE == 16 /* what most models use between the layers of an MLP, with all lanes */
+FL_EXP(expw, f32xw, i32xw, setw, selectw)
+FL_SIGMOID(sigmoidw, expw, f32xw, i32xw, setw, selectw)
+#endif
 
 FL_INLINE float exp1(float x) { return exp8(set8(x))[0]; }
 

@@ -110,6 +110,14 @@ PANEL_KIND(groups_of_32_minimum, 1, 1, 1)
 PANEL_KIND(large_groups, 1, 0, 0)
 PANEL_KIND(large_groups_minimum, 1, 1, 0)
 
+/* Rows r.. of a group, which do not exist: zeros. */
+static void clear_rows(const fl_layout *L, int r, uint8_t *group) {
+    const int tiles = fl_group_tiles(L);
+    for (int t = 0; t < tiles; t++) memset(group + t * PANEL_TILE + r * FL_TILE_K, 0, (size_t)((PANEL_ROWS - r) * FL_TILE_K));
+    for (int i = 0; i <= fl_halves(L); i++)
+        memset(group + tiles * PANEL_TILE + 4 * (PANEL_ROWS * i + r), 0, (size_t)(4 * (PANEL_ROWS - r)));
+}
+
 static const panel_kind *kind_of(const fl_layout *L) {
     if (L->group == 16) return L->minimum ? &groups_of_16_minimum : &groups_of_16;
     if (L->group == 32) return L->minimum ? &groups_of_32_minimum : &groups_of_32;
@@ -118,16 +126,22 @@ static const panel_kind *kind_of(const fl_layout *L) {
 
 void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels) {
     const panel_kind *kind = kind_of(L);
-    const int size = group_size(L);
-    for (int k0 = 0; k0 < a->K; k0 += CHUNK) {
-        const int groups = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / size;
-        for (int first = 0; first < rows; first += PANEL_ROWS, panels += groups * group_bytes(L)) {
-            if (first + PANEL_ROWS > rows) memset(panels, 0, (size_t)(groups * group_bytes(L)));
-            for (int r = 0; r < PANEL_ROWS && first + r < rows; r++)
-                kind->copy(fl_group_tiles(L), zero_of(L), groups, r, fl_codes(a, row0 + first + r) + k0,
-                           fl_groups(a, row0 + first + r) + k0 / size, panels);
+    const int size = group_size(L), count = (rows + PANEL_ROWS - 1) / PANEL_ROWS, bytes = group_bytes(L);
+    for (int p = 0; p < count; p++)
+        for (int r = 0; r < PANEL_ROWS; r++) { /* a whole row at a time: rows are read in order, too */
+            const int there = p * PANEL_ROWS + r < rows, row = row0 + p * PANEL_ROWS + r;
+            uint8_t *chunk_start = panels;
+            for (int k0 = 0; k0 < a->K; k0 += CHUNK) {
+                const int groups = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / size;
+                uint8_t *panel = chunk_start + (size_t)(p * groups * bytes);
+                if (there)
+                    kind->copy(fl_group_tiles(L), zero_of(L), groups, r, fl_codes(a, row) + k0, fl_groups(a, row) + k0 / size,
+                               panel);
+                else if (r == rows % PANEL_ROWS) /* once: rows before this one are there already */
+                    for (int g = 0; g < groups; g++) clear_rows(L, r, panel + g * bytes);
+                chunk_start += (size_t)(count * groups * bytes);
+            }
         }
-    }
 }
 
 #define UNPACK(layout)                                                                                                         \
