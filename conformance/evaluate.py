@@ -103,6 +103,7 @@ class _Run:
             "act_mul": lambda: bounds.act_mul(x[0], x[1], a["kind"]),  # type: ignore[arg-type]
             "softmax": lambda: bounds.softmax(x[0]),  # type: ignore[arg-type]
             "softcap": lambda: bounds.softcap(x[0], a["cap"]),  # type: ignore[arg-type]
+            "concat": lambda: bounds.copies(extended.concat(x[0], x[1])),  # type: ignore[arg-type]
         }
         if node.op in ("add", "mul"):
             exact = bounds.binary(node.op, x[0], x[1])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tiny seeded models of ten architectures, saved as real files: loader, packing and planner are in the test with the backend.
+"""Tiny seeded models of twelve architectures, saved as real files: loader, packing and planner are in the test with the backend.
 
 2 layers, hidden size 64, vocabulary 257, weights of standard deviation 1.5/√fan-in, norms 1 ± 0.3, no zero biases: with the
 usual 0.02 wrong models pass. Files are safetensors folders in f32, f16 or bf16, and GGUF in Q8_0 and Q4_0.
@@ -30,6 +30,11 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, **WINDOWS,
 }  # fmt: skip
+MLA: dict[str, Any] = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ MODELS: dict[str, TinyModel] = {
     "smollm3-f32": TinyModel({"model_type": "smollm3", "no_rope_layers": [1, 0], "pad_token_id": 0}),
     "gemma2-bf16": TinyModel({"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **GEMMA}, "bf16", ("split", "gated", "sandwich")),
     "gemma3-f32": TinyModel({"model_type": "gemma3_text", "rope_local_base_freq": 1000.0, **GEMMA}, "f32", ("split", "gated", "sandwich", "qk_norm")),
+    "gpt_oss-bf16": TinyModel({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, **WINDOWS}, "bf16", ("split", "qkv_bias", "o_bias", "sinks", "fused_experts")),
+    "deepseek_v3-f32": TinyModel({**MLA, "model_type": "deepseek_v3", "num_key_value_heads": 4}, "f32", ("latent", "gated", "routed")),
     "mixtral-f32": TinyModel({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "f32", ("split", "experts")),
 }  # fmt: skip
 
@@ -84,7 +91,12 @@ def tensors(model: TinyModel, seed: int) -> dict[str, Array]:
         for name in norms:
             out[f"{at}{name}.weight"] = _norm(n, hidden, gemma)
         sizes = {"q_proj": heads * dim, "k_proj": kv * dim, "v_proj": kv * dim}
-        if "fused" in model.parts:
+        if "latent" in model.parts:
+            out |= _latent(n, c, f"{at}self_attn.")
+            if i >= c["first_k_dense_replace"]:
+                out |= _routed(n, c, f"{at}mlp.")
+                continue
+        elif "fused" in model.parts:
             out[f"{at}self_attn.qkv_proj.weight"] = _matrix(n, sum(sizes.values()), hidden)
             out[f"{at}mlp.gate_up_proj.weight"] = _matrix(n, 2 * INNER, hidden)
             out[f"{at}mlp.down_proj.weight"] = _matrix(n, hidden, INNER)
@@ -93,7 +105,14 @@ def tensors(model: TinyModel, seed: int) -> dict[str, Array]:
                 out[f"{at}self_attn.{name}.weight"] = _matrix(n, rows, hidden)
                 if "qkv_bias" in model.parts:
                     out[f"{at}self_attn.{name}.bias"] = n.normal(rows) * np.float32(0.3)
-        out[f"{at}self_attn.o_proj.weight"] = _matrix(n, hidden, heads * dim)
+        if "latent" not in model.parts:
+            out[f"{at}self_attn.o_proj.weight"] = _matrix(n, hidden, heads * dim)
+        if "o_bias" in model.parts:
+            out[f"{at}self_attn.o_proj.bias"] = n.normal(hidden) * np.float32(0.3)
+        if "sinks" in model.parts:
+            out[f"{at}self_attn.sinks"] = n.normal(heads)
+        if "fused_experts" in model.parts:
+            out |= _fused_experts(n, c, f"{at}mlp.")
         if "qk_norm" in model.parts:
             for name in ("q_norm", "k_norm"):
                 out[f"{at}self_attn.{name}.weight"] = _norm(n, dim, gemma)
@@ -108,6 +127,43 @@ def tensors(model: TinyModel, seed: int) -> dict[str, Array]:
     return out
 
 
+def _latent(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
+    """Latent attention: queries and keys through small matrices, one rotated key for all heads."""
+    hidden, heads, nope, rope, latent = HIDDEN, c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["kv_lora_rank"]
+    return {
+        f"{at}q_a_proj.weight": _matrix(n, c["q_lora_rank"], hidden),
+        f"{at}q_a_layernorm.weight": _norm(n, c["q_lora_rank"], False),
+        f"{at}q_b_proj.weight": _matrix(n, heads * (nope + rope), c["q_lora_rank"]),
+        f"{at}kv_a_proj_with_mqa.weight": _matrix(n, latent + rope, hidden),
+        f"{at}kv_a_layernorm.weight": _norm(n, latent, False),
+        f"{at}kv_b_proj.weight": _matrix(n, heads * (nope + c["v_head_dim"]), latent),
+        f"{at}o_proj.weight": _matrix(n, hidden, heads * c["v_head_dim"]),
+    }
+
+
+def _routed(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
+    """Experts in groups, chosen with a bias, beside one that is always taken."""
+    width = c["moe_intermediate_size"]
+    out = {f"{at}gate.weight": _matrix(n, c["n_routed_experts"], HIDDEN), f"{at}gate.e_score_correction_bias": n.normal(c["n_routed_experts"]) * np.float32(0.1)}
+    for name in (*(f"experts.{e}" for e in range(c["n_routed_experts"])), "shared_experts"):
+        for part, shape in (("gate_proj", (width, HIDDEN)), ("up_proj", (width, HIDDEN)), ("down_proj", (HIDDEN, width))):
+            out[f"{at}{name}.{part}.weight"] = _matrix(n, *shape)
+    return out
+
+
+def _fused_experts(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
+    """gpt-oss: gate and up alternate, matrices are [in, out], everything has a bias."""
+    experts, inner = c["num_local_experts"], c["intermediate_size"]
+    return {
+        f"{at}router.weight": _matrix(n, experts, HIDDEN),
+        f"{at}router.bias": n.normal(experts) * np.float32(0.3),
+        f"{at}experts.gate_up_proj": n.normal(experts, HIDDEN, 2 * inner) * np.float32(1.5 / np.sqrt(HIDDEN)),
+        f"{at}experts.gate_up_proj_bias": n.normal(experts, 2 * inner) * np.float32(0.3),
+        f"{at}experts.down_proj": n.normal(experts, inner, HIDDEN) * np.float32(1.5 / np.sqrt(inner)),
+        f"{at}experts.down_proj_bias": n.normal(experts, HIDDEN) * np.float32(0.3),
+    }
+
+
 def save(name: str, folder: Path, seed: int = 7) -> Path:
     """Writes a model; returns what `read_model` takes: the folder, or the .gguf file."""
     model = MODELS[name]
@@ -119,7 +175,7 @@ def save(name: str, folder: Path, seed: int = 7) -> Path:
     header: dict[str, Any] = {}
     at, parts = 0, []
     for key, array in values.items():
-        format = model.format if array.ndim == 2 else "f32"
+        format = model.format if array.ndim >= 2 else "f32"
         data = blocks.encode_plain(format, array).tobytes()
         header[key] = {"dtype": {"f32": "F32", "f16": "F16", "bf16": "BF16"}[format], "shape": list(array.shape), "data_offsets": [at, at + len(data)]}
         at += len(data)

@@ -29,6 +29,7 @@ from fastllm.api import (
     Node,
     OpFn,
     OpQuery,
+    OutOfMemory,
     PackedLayout,
     Program,
     ShapeError,
@@ -40,6 +41,7 @@ from fastllm.api import (
     check_alloc,
 )
 
+from . import probes
 from .layouts import BLOCK_LAYOUTS, PLAIN_KINDS, STRIP, VERSION, layout_for
 from .lower import CACHE_BYTES, Extent, Launch, Lowering
 from .operands import I32, Operand, Pointer
@@ -307,6 +309,23 @@ class GpuBackend(Backend):
             for buffer in owned:
                 buffer.close()
             raise
+
+    # limits ---------------------------------------------------------------------------------------------------------
+
+    def read_bandwidth(self, nbytes: int) -> float | None:
+        """Bytes per second of reading so much of the device's memory, measured now; None if it has not the room."""
+        self._check_open()
+        try:
+            check_alloc(min(nbytes, probes.MOST_BYTES), "scratch", self.limits, self.memory().free)
+            return probes.read_rate(self.runtime, self.tuning, nbytes)
+        except OutOfMemory:
+            return None
+
+    def peak_ops(self, dtype: str) -> float | None:
+        """f32: multiply-adds per second of all units, two operations each, measured now; None for other types: no kernel here multiplies
+        them by an instruction of their own."""
+        self._check_open()
+        return probes.multiply_adds(self.runtime, self.tuning) if dtype == "f32" else None
 
     # closing ----------------------------------------------------------------------------------------------------------
 

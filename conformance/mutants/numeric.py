@@ -147,6 +147,7 @@ def _swapped_style(backend: Any, inputs: Any, attrs: dict[str, Any]) -> None:
 
 
 def _rows_ops() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
+    yield "linear", "depends_on_its_place", "a row counts 2⁻²¹ more than the one before it", "linear/f32/-/rows37-width100/rows_permuted#prop", "prop", post(lambda out, a, t: out.__setitem__(..., out * (1 + np.arange(len(out), dtype=F32)[:, None] * F32(2.0**-21))))
     yield "matmul", "heads_rotated", "head h takes the matrix of head h + 1", "matmul/f32*f32/row/t2-h4*#bound", "bound", whole(_matmul)
     yield "matmul", "strides_ignored", "a strided window is read as if it were dense", "matmul/f32*f32/gap/*#bound", "bound", pre(_strides_lost)
     yield "linear", "strides_ignored", "a strided window is read as if it were dense", "linear/f32*f32/gap/*#bound", "bound", pre(_strides_lost)

@@ -369,3 +369,11 @@ def test_support_is_declared_truthfully(vector):
     assert isinstance(vector.backend.supports(OpQuery("invented", ("f32",))), No)
     assert isinstance(vector.backend.supports(OpQuery("add", ("f32", "f16"), (("T", 4), (4,)))), No)
     assert set(vector.ops) == {op for op in vector.ops if not op.startswith("ref.")}
+
+
+def test_the_device_tells_how_fast_it_reads_and_multiplies_and_keeps_no_memory(bench):
+    used = bench.backend.memory().used
+    assert bench.backend.read_bandwidth(1 << 20) > 1e6
+    assert bench.backend.peak_ops("f32") > 1e6
+    assert bench.backend.peak_ops("int8") is None
+    assert bench.backend.memory().used == used
