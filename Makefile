@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install run chat test lint conformance docs bench web wheel clean
+.PHONY: install run chat test external lint conformance docs bench web wheel clean
 
 install: $(VENV)/.installed ## make .venv, build the native code in place, install the command `fastllm` into it
 
@@ -18,6 +18,9 @@ chat: install ## chat with the default model
 
 test: $(VENV)/.installed-test build/web/.installed ## the whole suite; K=EXPRESSION runs a part of it
 	$(BIN)/python -m pytest $(if $(K),-k "$(K)",)
+
+external: $(VENV)/.installed-test ## the clients' own suites and llama.cpp's, fetched from the package index; SUITES="openai anthropic", ARGS=--bounded
+	$(BIN)/python tests/external/run.py $(SUITES) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, cython-lint, clang-format; warnings are errors
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lint
