@@ -2,20 +2,23 @@
 
     python scripts/soak_server.py [MODEL] [--minutes 10]
 
-Clients chat, send long prompts, ask for several choices and log-probabilities, send broken bodies, leave in the middle (one in five), or
-read slowly; /health and /metrics are polled. Seeded probes are asked before, during and after. It fails, and says why, if an answer is
-wrong or lost, a status is unexpected, blocks, descriptors or threads are left, memory grows, or /health is slow.
+Clients chat, send long prompts, ask for several choices and log-probabilities, send broken bodies, leave in the middle (one in five),
+read slowly, or do not read at all; one sends bodies of 20 MB, which are refused or tokenised. /health is polled by a process of its own.
+Seeded probes, streamed or not, are asked alone before the load, during it and after it. It fails, and says why, if an answer is wrong or
+lost, a status is unexpected, blocks, descriptors or threads are left, memory grows, or /health is slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import random
 import subprocess
 import sys
 import time
+import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,8 @@ from fastllm.cli.bench_serve import _Target, percentile
 
 PROBES = [{"prompt": f"{i} " * (1 + 9 * i), "max_tokens": 12, "seed": i, "temperature": 0.9, "ignore_eos": True} for i in range(4)]
 ANSWER_S = 120  # an answer that takes longer is lost
+STALL_S = 40  # a client that reads nothing is cut after 30 s
+BIG_BYTES = 20_000_000
 HEALTH_MS = 100
 MB_A_MINUTE = 1.0
 
@@ -36,6 +41,9 @@ class Report:
     requests: int = 0
     cancelled: int = 0
     refused: int = 0
+    compared: int = 0
+    stalled: int = 0
+    big: int = 0
     faults: list[str] = field(default_factory=list)
     health_ms: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
@@ -65,7 +73,7 @@ async def stream(target: _Target, path: str, body: dict[str, Any], rng: random.R
         if status != 200:
             return "refused" if status == 503 else f"status {status}"
         leaves = rng.randrange(1, 40) if rng.random() < 0.2 else None
-        slow = rng.random() < 0.1
+        slow = rng.random() < 0.15
         count = 0
         while line := await reader.readline():
             if line.startswith(b"data: [DONE]"):
@@ -82,17 +90,80 @@ async def stream(target: _Target, path: str, body: dict[str, Any], rng: random.R
         writer.close()
 
 
-async def probe(target: _Target, number: int) -> str | None:
+async def probe(target: _Target, number: int, *, streamed: bool = False) -> str | None:
     """The text of a probe; None if the server was full."""
+    if streamed:
+        return await streamed_probe(target, number)
     status, body = await ask(target, "/v1/completions", PROBES[number])
     if status == 503:
         return None
     return body["choices"][0]["text"] if status == 200 and body else f"status {status}"
 
 
+async def streamed_probe(target: _Target, number: int) -> str | None:
+    """The same, joined from a stream."""
+    status, reader, writer = await target.open("POST", "/v1/completions", json.dumps({**PROBES[number], "stream": True}).encode())
+    try:
+        if status != 200:
+            return None if status == 503 else f"status {status}"
+        text = ""
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                return text
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return f"error {event['error']}"
+                text += event["choices"][0]["text"]
+        return text + " (cut)"
+    finally:
+        writer.close()
+
+
+async def stall(target: _Target) -> str:
+    """A client that asks for much, and reads nothing until the server cuts it."""
+    body = {"prompt": "x", "n": 4, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
+    status, _, writer = await target.open("POST", "/v1/completions", json.dumps(body).encode())
+    try:
+        if status != 200:
+            return "refused" if status == 503 else f"status {status}"
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(STALL_S)
+        return "stalled"
+    finally:
+        writer.transport.abort()
+
+
+async def big_bodies(target: _Target, end: float, report: Report, size: int) -> None:
+    """Prompts that can never fit, and texts to tokenise, as large as bodies get."""
+    words = "a word " * (size // 7)
+    bodies = [("/v1/completions", json.dumps({"prompt": words}).encode()), ("/tokenize", json.dumps({"content": words}).encode())]
+    del words
+    while time.monotonic() < end:
+        path, raw = bodies[report.big % 2]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, _ = await ask(target, path, raw)
+            if status not in (200, 400, 503) or (status == 200 and path != "/tokenize"):
+                report.fault(f"a body of {len(raw)} bytes to {path} got {status}")
+        except TimeoutError:
+            report.fault(f"lost: no answer to a body of {len(raw)} bytes in {ANSWER_S} s")
+        except (OSError, IndexError, ValueError) as error:
+            report.fault(f"the connection of a body of {len(raw)} bytes failed: {type(error).__name__}")
+        report.big += 1
+        await asyncio.sleep(2)
+
+
 async def client(target: _Target, seed: int, end: float, wanted: list[str], report: Report) -> None:
-    """One client until the end."""
+    """One client until the end. Of many clients the first does not read."""
     rng = random.Random(seed)
+    while seed == 0 and time.monotonic() + STALL_S < end:
+        report.requests += 1
+        outcome = await stall(target)
+        report.stalled += outcome == "stalled"
+        if outcome not in ("stalled", "refused"):
+            report.fault(f"a client that reads nothing: {outcome}")
+        await asyncio.sleep(0.5)
     history: list[dict[str, str]] = []
     while time.monotonic() < end:
         report.requests += 1
@@ -101,7 +172,8 @@ async def client(target: _Target, seed: int, end: float, wanted: list[str], repo
             async with asyncio.timeout(ANSWER_S):
                 if kind < 2:
                     number = rng.randrange(len(PROBES))
-                    text = await probe(target, number)
+                    text = await probe(target, number, streamed=rng.random() < 0.5)
+                    report.compared += text is not None
                     if text is None:
                         outcome = "refused"
                     elif text != wanted[number]:
@@ -139,30 +211,45 @@ async def client(target: _Target, seed: int, end: float, wanted: list[str], repo
         if outcome not in ("done", "cut", "refused"):
             report.fault(outcome)
         if outcome == "refused":
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2 + 0.3 * rng.random())
 
 
 async def watch(target: _Target, process: psutil.Process, end: float, report: Report) -> None:
-    """Health and memory at 10 Hz."""
+    """Memory at 10 Hz, and /health by another process, which this one's work cannot delay."""
     start = time.monotonic()
+    command = [sys.executable, __file__, "--health", f"http://{target.host}:{target.port}", str(max(end - start, 0.2))]
+    asking = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=1 << 24)
     while time.monotonic() < end:
-        asked = time.perf_counter()
-        status, reader, writer = await target.open("GET", "/health")
-        await reader.read()
-        writer.close()
-        report.health_ms.append((time.perf_counter() - asked) * 1e3)
-        if status != 200:
-            report.fault(f"/health said {status}")
         report.memory.append((time.monotonic() - start, process.memory_info().rss))
         await asyncio.sleep(0.1)
+    said, _ = await asking.communicate()
+    report.health_ms, faults = json.loads(said)
+    for fault in faults:
+        report.fault(fault)
 
 
-async def watched(target: _Target, process: psutil.Process, end: float, report: Report) -> None:
-    """`watch`, also of a server that goes away."""
-    try:
-        await watch(target, process, end, report)
-    except (OSError, IndexError) as error:
-        report.fault(f"/health does not answer: {type(error).__name__}")
+def health(url: str, seconds: float) -> tuple[list[float], list[str]]:
+    """How long /health takes at 10 Hz, in ms, and what went wrong."""
+    parts = urllib.parse.urlsplit(url)
+    found: list[float] = []
+    faults: set[str] = set()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        asked = time.perf_counter()
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status != 200:
+                faults.add(f"/health said {answer.status}")
+            found.append((time.perf_counter() - asked) * 1e3)
+        except (OSError, http.client.HTTPException) as error:
+            faults.add(f"/health does not answer: {type(error).__name__}")
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return found, sorted(faults)
 
 
 async def metric(target: _Target, name: str) -> float:
@@ -181,14 +268,17 @@ def slope(samples: list[tuple[float, int]]) -> float:
     return sum((t - mean_t) * (m - mean_m) for t, m in late) / max(spread, 1e-9) * 60 / 1e6
 
 
-async def soak(url: str, process: psutil.Process, seconds: float, *, clients: int = 24, settle_s: float = 30.0) -> Report:
+async def soak(
+    url: str, process: psutil.Process, seconds: float, *, clients: int = 24, settle_s: float = 30.0, big_bytes: int = BIG_BYTES
+) -> Report:
     """Runs the load and looks at what is left; the report's faults are empty if all is well."""
     target, report = _Target(url, None), Report()
     await fill(target)
     wanted = [str(await probe(target, number)) for number in range(len(PROBES))]
     descriptors, threads = process.num_fds(), process.num_threads()
     end = time.monotonic() + seconds
-    await asyncio.gather(watched(target, process, end, report), *(client(target, seed, end, wanted, report) for seed in range(clients)))
+    others = (client(target, seed, end, wanted, report) for seed in range(clients))
+    await asyncio.gather(watch(target, process, end, report), big_bodies(target, end, report, big_bytes), *others)
     try:
         await look(target, process, wanted, report, (descriptors, threads), settle_s)
     except OSError as error:
@@ -222,6 +312,7 @@ async def look(target: _Target, process: psutil.Process, wanted: list[str], repo
     for number, text in enumerate(wanted):
         try:
             async with asyncio.timeout(settle_s):
+                report.compared += 1
                 if await probe(target, number) != text:
                     report.fault("a probe has another answer afterwards")
         except TimeoutError:
@@ -233,7 +324,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--health", nargs=2, metavar=("URL", "SECONDS"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.health:
+        print(json.dumps(health(asked.health[0], float(asked.health[1]))))
+        return 0
     command = [sys.executable, "-m", "fastllm", "server", asked.model, "--port", "0", "-q", "--max-batch-size", "8", "--max-queue", "8", "--ctx", "1024"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -243,15 +338,18 @@ def main() -> int:
     finally:
         server.terminate()
         code = server.wait()
-    growth, health = slope(report.memory), percentile(report.health_ms, 0.99)
+    growth, slowest = slope(report.memory), percentile(report.health_ms, 0.99)
     if growth > MB_A_MINUTE:
         report.fault(f"memory grows by {growth:.2f} MB a minute")
-    if health > HEALTH_MS:
-        report.fault(f"/health takes {health:.0f} ms at p99")
+    if slowest > HEALTH_MS:
+        report.fault(f"/health takes {slowest:.0f} ms at p99")
     if code:
         report.fault(f"the server ended with {code}")
-    print(f"{report.requests} requests, {report.cancelled} left by their clients, {report.refused} refused (503)")
-    print(f"memory {growth:+.2f} MB a minute, /health p99 {health:.1f} ms of {len(report.health_ms)} calls")
+    print(f"{report.requests} requests, {report.cancelled} left by their clients, {report.refused} refused (503), {report.stalled} clients cut that did not read")
+    print(f"{report.compared} answers compared with those of a run alone; {report.big} bodies of 20 MB")
+    resident = [size for _, size in report.memory]
+    print(f"memory {growth:+.2f} MB a minute ({resident[0] / 1e6:.0f} MB at first, {max(resident) / 1e6:.0f} at most)")
+    print(f"/health p50 {percentile(report.health_ms, 0.5):.1f} ms, p99 {slowest:.1f} ms, at most {max(report.health_ms):.1f} ms, of {len(report.health_ms)} calls")
     print("\n".join(f"FAULT {fault}" for fault in report.faults) or "no fault")
     return 1 if report.faults else 0
 

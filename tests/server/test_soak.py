@@ -33,7 +33,7 @@ def loaded(start):
 
 def soak(server, seconds, settle_s=20.0):
     process = psutil.Process(os.getpid())
-    return asyncio.run(soak_server.soak(server.url, process, seconds, clients=12, settle_s=settle_s))
+    return asyncio.run(soak_server.soak(server.url, process, seconds, clients=12, settle_s=settle_s, big_bytes=2_000_000))
 
 
 def test_a_soaked_server_is_as_it_was(loaded):
