@@ -1,7 +1,7 @@
 """Measures what serving costs: a server at eight clients against the engine alone at a batch of eight, the first token of a short request
 while a long prompt is read, and how soon /health answers meanwhile and while a body of 20 MB is refused.
 
-    python scripts/measure_server.py [MODEL] [--threads N] [--rounds N] [--long N]
+    python scripts/measure_server.py [MODEL] [--threads N] [--rounds N] [--input N] [--output N] [--only throughput|latency]
 
 Each pair is measured in the same run, one after the other, `rounds` times; the best and the worst are printed. docs/server.md has the figures.
 """
@@ -23,20 +23,20 @@ from typing import Any
 
 from fastllm.cli.bench_serve import percentile, run_load
 
-INPUT, OUTPUT, CLIENTS = 16, 160, 8
+CLIENTS = 8
 
 
-def engine_alone(model: str, threads: int, rounds: int) -> list[float]:
+def engine_alone(model: str, threads: int, rounds: int, size_in: int, size_out: int) -> list[float]:
     """Tokens per second of 8 × 2 requests, 8 at a time, without text and without HTTP."""
     from fastllm import LLM, SamplingParams
     from fastllm.core.request import Request
 
     rates = []
     with LLM(model, threads=threads, max_batch_size=CLIENTS) as llm:
-        size, params = llm.tokenizer.vocab_size, SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+        size, params = llm.tokenizer.vocab_size, SamplingParams(max_tokens=size_out, temperature=0, ignore_eos=True)
         for number in range(rounds + 1):
             rng = random.Random(number)
-            prompts = [[rng.randrange(32, size) for _ in range(INPUT)] for _ in range(2 * CLIENTS)]
+            prompts = [[rng.randrange(32, size) for _ in range(size_in)] for _ in range(2 * CLIENTS)]
             start = time.perf_counter()
             handles = [llm.loaded.engine.submit(Request(prompt, params)) for prompt in prompts]
             tokens = sum(len(h.result().choices[0].token_ids) for h in handles)
@@ -53,6 +53,16 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        """Stops it."""
+        self.process.terminate()
+        self.process.wait()
+
+    def loop_cpu_s(self) -> float:
+        """CPU time of the thread with the event loop: HTTP, text and streaming."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
 
     def post(self, body: bytes) -> int:
         """The status of a completion."""
@@ -93,20 +103,44 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", type=int, default=4000)
+    parser.add_argument("--input", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=160, help="tokens of an answer")
+    parser.add_argument("--only", choices=["throughput", "latency"])
     asked = parser.parse_args()
-    alone = engine_alone(asked.model, asked.threads, asked.rounds)
+    if asked.only != "latency":
+        throughput(asked)
+    if asked.only != "throughput":
+        latency(asked)
+
+
+def throughput(asked: argparse.Namespace) -> None:
+    """The server at eight clients beside the engine alone, in turns."""
+    alone = engine_alone(asked.model, asked.threads, asked.rounds, asked.input, asked.output)
+    server = Server(asked.model, asked.threads)
+    served, shares, per_token = [], [], []
+    try:
+        for number in range(asked.rounds + 1):
+            before = server.loop_cpu_s()
+            load = run_load(
+                server.url, requests=2 * CLIENTS, clients=CLIENTS, input_tokens=asked.input, output_tokens=asked.output, seed=number
+            )
+            samples, seconds = asyncio.run(load)
+            if number:
+                tokens, used = sum(s.tokens for s in samples), server.loop_cpu_s() - before
+                served.append(tokens / seconds)
+                shares.append(used / seconds / len(os.sched_getaffinity(0)))
+                per_token.append(used / tokens * 1e6)
+    finally:
+        server.end()
+    print(f"engine alone, batch {CLIENTS}, {asked.input} + {asked.output} tokens: {min(alone):.1f} to {max(alone):.1f} tokens/s")
+    print(f"server, {CLIENTS} clients:     {min(served):.1f} to {max(served):.1f} tokens/s, {max(served) / max(alone):.1%} of it")
+    print(f"CPU of HTTP, text and streaming: {min(shares):.2%} to {max(shares):.2%} of the cores, {max(per_token):.1f} µs a token")
+
+
+def latency(asked: argparse.Namespace) -> None:
+    """The first token of a short request, and /health, while the server is busy."""
     server = Server(asked.model, asked.threads)
     try:
-        served = []
-        for number in range(asked.rounds + 1):
-            samples, seconds = asyncio.run(
-                run_load(server.url, requests=2 * CLIENTS, clients=CLIENTS, input_tokens=INPUT, output_tokens=OUTPUT, seed=number)
-            )
-            if number:
-                served.append(sum(s.tokens for s in samples) / seconds)
-        print(f"engine alone, batch {CLIENTS}: {min(alone):.1f} to {max(alone):.1f} tokens/s")
-        print(f"server, {CLIENTS} clients:     {min(served):.1f} to {max(served):.1f} tokens/s, {max(served) / max(alone):.1%} of it")
-
         rng = random.Random(0)
         prompt = [rng.randrange(32, 4000) for _ in range(asked.long)]
         body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
@@ -134,8 +168,7 @@ def main() -> None:
             times = meanwhile(server, work)
             print(f"/health {name}: p50 {percentile(times, 0.5):.1f} ms, p99 {percentile(times, 0.99):.1f} ms ({len(times)} calls)")
     finally:
-        server.process.terminate()
-        server.process.wait()
+        server.end()
 
 
 if __name__ == "__main__":

@@ -140,17 +140,19 @@ class Reply(Response):
             if outbox is None:
                 await self._whole(scope, send, watcher)
             else:
-                if "transport" in scope:
-                    outbox.abort = scope["transport"].abort
-                await self._stream(outbox, send, watcher)
+                await self._stream(outbox, scope, send, watcher)
         finally:
             watcher.cancel()
             generation.cancel()
             self._runtime.leave(generation, outbox)
 
-    async def _stream(self, outbox: Outbox, send: Send, watcher: asyncio.Task[None]) -> None:
+    async def _stream(self, outbox: Outbox, scope: Scope, send: Send, watcher: asyncio.Task[None]) -> None:
         headers = {**STREAM_HEADERS, **self._more}
         await send({"type": "http.response.start", "status": 200, "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]})
+        if "transport" in scope:
+            outbox.abort = scope["transport"].abort
+            if scope["http_version"] == "1.1":
+                outbox.connect(scope["transport"])
         sender = asyncio.create_task(outbox.drain_into(send))
         try:
             await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
