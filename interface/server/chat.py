@@ -11,7 +11,7 @@ from .answers import Identity, error_body
 from .generation import Answer, Generation, Usage
 from .logprobs import chat_entry
 from .reading import read
-from .sse import DONE, frame
+from .sse import DONE, Chunks, frame
 
 __all__ = ["ChatWriter"]
 
@@ -22,13 +22,12 @@ class ChatWriter:
     def __init__(self, identity: Identity, generation: Generation):
         self._identity, self._generation = identity, generation
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of a choice that is not streamed
-        self._extra: dict[str, Any] = {"usage": None} if generation.ready.include_usage else {}
+        self._chunks = Chunks(identity.head("chat.completion.chunk"), {"usage": None} if generation.ready.include_usage else {})
         self._begun: set[int] = set()
         self._messages: dict[int, dict[str, Any]] = {}  # parts of a message that is not streamed
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return frame({**self._identity.head("chat.completion.chunk"), "choices": [choice], **self._extra})
+        return self._chunks.frame({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def start(self) -> bytes:
         """Nothing: a chunk before the first token would be measured as one."""

@@ -9,7 +9,7 @@ from ..core.request import TokenLogprobs
 from .answers import Identity, error_body
 from .generation import Answer, Generation, Usage
 from .logprobs import LegacyLogprobs
-from .sse import DONE, frame
+from .sse import DONE, Chunks, frame
 
 __all__ = ["CompletionWriter"]
 
@@ -19,7 +19,7 @@ class CompletionWriter:
 
     def __init__(self, identity: Identity, generation: Generation):
         self._identity, self._generation = identity, generation
-        self._extra: dict[str, Any] = {"usage": None} if generation.ready.include_usage else {}
+        self._chunks = Chunks(identity.head("text_completion"), {"usage": None} if generation.ready.include_usage else {})
         self._wanted = generation.ready.params.logprobs is not None
         self._echo = generation.ready.echo
         self._begun: set[int] = set()
@@ -39,8 +39,7 @@ class CompletionWriter:
         return found
 
     def _chunk(self, index: int, text: str, reason: str | None, logprobs: Any) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return frame({**self._identity.head("text_completion"), "choices": [choice], **self._extra})
+        return self._chunks.frame({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
 
     def start(self) -> bytes:
         """Nothing before the first token."""

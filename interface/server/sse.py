@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from .settings import UNSENT_BYTES
 
-__all__ = ["DONE", "STREAM_HEADERS", "Outbox", "Receive", "Scope", "Send", "encode", "event_frame", "frame", "wait_for_disconnect"]
+__all__ = ["DONE", "STREAM_HEADERS", "Chunks", "Outbox", "Receive", "Scope", "Send", "encode", "event_frame", "frame", "wait_for_disconnect"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -35,6 +35,18 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=F
 def frame(data: dict[str, Any]) -> bytes:
     """One event without a name. Line ends inside of the JSON are escapes, so the frame is one line."""
     return b"data: " + encode(data).encode() + b"\n\n"
+
+
+class Chunks:
+    """Frames of one stream, each around one choice. All that they repeat is encoded once: a frame is written for every token."""
+
+    def __init__(self, head: dict[str, Any], extra: dict[str, Any]):
+        before, _, after = encode({**head, "choices": [0], **extra}).partition('"choices":[0]')
+        self._before, self._after = f'data: {before}"choices":['.encode(), f"]{after}\n\n".encode()
+
+    def frame(self, choice: dict[str, Any]) -> bytes:
+        """`frame({**head, "choices": [choice], **extra})`."""
+        return self._before + encode(choice).encode() + self._after
 
 
 def event_frame(name: str, data: dict[str, Any]) -> bytes:
@@ -88,7 +100,7 @@ class Outbox:
         if transport is None or self._sending or size > CHUNK or transport.is_closing() or transport.get_write_buffer_size():
             self._wake.set()
             return
-        transport.write(b"%x\r\n%b\r\n" % (size, self._buffer))
+        transport.write(b"%x\r\n%b\r\n" % (size, bytes(self._buffer)))
         self._buffer.clear()
         self.sent_at = time.monotonic()
 

@@ -186,3 +186,12 @@ def test_the_body_of_an_error_is_json_whatever_was_sent(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert json.loads(answer.content)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_frame_around_a_choice_is_the_same_as_one_encoded_at_once():
+    from fastllm.server.sse import Chunks, frame
+
+    head = {"id": 'a"choices":[0]', "model": 'x "choices":[0] é'}
+    for extra in ({}, {"usage": None}):
+        for choice in ({"index": 1, "text": 'line\nend" é \x00', "logprobs": None}, {"delta": {"choices": [0]}}):
+            assert Chunks(head, extra).frame(choice) == frame({**head, "choices": [choice], **extra})
