@@ -34,7 +34,7 @@ def kernel_hash(folder: Path | None) -> str:
     if folder is None:
         return ""
     total = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".pyx", ".c", ".h", ".cl", ".cu", ".fl") and "__pycache__" not in p.parts):
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".pyx", ".pxi", ".pxd", ".c", ".h", ".cl", ".cu", ".fl") and "__pycache__" not in p.parts):
         total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()
 
@@ -233,7 +233,7 @@ def _perf_page(perf: Mapping[str, Any] | None) -> str:
 def badge(report: Mapping[str, Any]) -> str:
     """An SVG badge."""
     own = report["standing"]
-    left, right = "fastllm", own["badge"]
+    left, right = "fastllm", f"{own['badge']} · {'L2' if report['execution'] == 'device' else 'L1'}"
     a, b = 8 * len(left) + 12, round(6.6 * len(right)) + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{a + b}" height="20" role="img" aria-label="{escape(left)}: {escape(right)}">'

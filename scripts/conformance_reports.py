@@ -1,4 +1,5 @@
-"""Runs the whole suite on `cpu_avx` in every variant that this machine has, and leaves the reports in docs/conformance.
+"""Runs the whole suite on `cpu_avx` in every variant that this machine has, leaves the reports in docs/conformance, and what they say in the
+package of the backend. The documents say so as soon as its sources are others than those that were tested.
 
     make conformance
 """
@@ -19,7 +20,7 @@ KEPT = ("conformance.md", "badge.svg")
 
 def main() -> int:
     """The number of variants that do not reach Gold."""
-    failed = 0
+    failed, reports = 0, []
     for variant in (name for name, missing in isa.variants().items() if not missing):
         folder = f"build/conformance/cpu_avx-{variant}"
         command = ["fastllm", "conformance", "run", "--backend", "cpu_avx", "--backend-opt", f"isa={variant}", "--level", "gold", "--report-dir", folder]
@@ -29,6 +30,11 @@ def main() -> int:
         target.mkdir(parents=True, exist_ok=True)
         for name in KEPT:
             shutil.copy(ROOT / folder / name, target / name)
+        reports.append(f"{folder}/conformance.json")
+    publish = ["fastllm", "conformance", "publish", *reports, "--into", "backends/cpu_avx"]
+    print(" ".join(publish), flush=True)
+    failed += bool(subprocess.run(publish, cwd=ROOT, check=False).returncode)
+    subprocess.run([sys.executable, "scripts/make_docs.py"], cwd=ROOT, check=True)
     return failed
 
 

@@ -389,6 +389,24 @@ def kills() -> str:
     return f"{len(rows)} mutants, all killed.\n\n" + table(("mutant", "fault", "rule", "killed by"), rows)
 
 
+def conformance_reports() -> str:
+    """What the packages of the backends in this tree say they reached, and whether their sources are still those that were tested."""
+    from fastllm.conformance.published import read_published
+    from fastllm.conformance.report import kernel_hash
+
+    rows = []
+    for folder in sorted((ROOT / "backends").iterdir()):
+        for run in read_published(folder):
+            options = " ".join(f"{k}={v}" for k, v in run["options"].items()) or "–"
+            counts = run["counts"]
+            cases = f"{counts['passed']} passed, {counts['n/a']} n/a"
+            now = "as tested" if kernel_hash(folder) == run["sources"] else "**changed since**: run `make conformance`"
+            rows.append((f"`{run['backend']}`", options, run["level"], f"{run['native']}/{run['native_of']}", run["verification"], cases, f"{run['time_s']:.0f} s", run["date"], f"`{run['sources'][:12]}` {now}"))
+    if not rows:
+        return "No report is committed: run `make conformance`.\n"
+    return table(["backend", "options", "level", "native", "", "cases", "took", "date", "sources"], rows)
+
+
 def calibration() -> str:
     """The worst margins of honest kernels per op."""
     from fastllm.conformance.calibrate import FOLDER
@@ -444,6 +462,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "backend-list": backend_list,
     "kills": kills,
     "calibration": calibration,
+    "conformance-reports": conformance_reports,
     **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds")},
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},

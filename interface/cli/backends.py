@@ -43,8 +43,10 @@ def backends_command(context: click.Context) -> None:
 def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> None:
     """Show one line per backend.
 
-    The state is ready, unavailable, broken, disabled or incompatible; what is not ready comes with the reason.
+    The state is ready, unavailable, broken, disabled or incompatible; what is not ready comes with the reason. Native ops and level are
+    those of the reports that the backend's package brings (`fastllm conformance publish`): L1 ran on a CPU, L2 on a device.
     """
+    from ..conformance.published import standing_of
     from ..core.plugins import BackendRegistry
     from .terminal import escape_controls, say
 
@@ -52,16 +54,18 @@ def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[
     states = registry.states()
     for line in registry.messages:
         say(f"fastllm: {line}")
+    published = {s.name: _published(s) for s in states}
     if as_json:
-        click.echo(json.dumps([s.as_dict() for s in states], indent=1))
+        click.echo(json.dumps([{**s.as_dict(), "conformance": published[s.name]} for s in states], indent=1))
         return
     width = max((len(s.name) for s in states), default=4)
-    click.echo(f"{'NAME':{width}}  {'STATE':12} {'PRIORITY':>8}  DEVICES OR REASON")
+    click.echo(f"{'NAME':{width}}  {'STATE':12} {'PRIORITY':>8}  {'NATIVE':6}  {'LEVEL':9}  DEVICES OR REASON")
     for s in states:
         devices = ", ".join(d.name for d in s.devices)
         note = devices or ": ".join(filter(None, (s.reason, s.hint)))
         priority = "-" if s.priority is None else s.priority
-        click.echo(escape_controls(f"{s.name:{width}}  {s.state:12} {priority:>8}  {note}"))
+        native, level = standing_of(published[s.name])
+        click.echo(escape_controls(f"{s.name:{width}}  {s.state:12} {priority:>8}  {native or '-':6}  {level or 'no report':9}  {note}"))
 
 
 @backends_command.command("show")
@@ -81,14 +85,29 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
     facts = state.as_dict()
     if state.state == "ready":
         facts["environment"] = registry.environment(name)
+    published = _published(state)
     if as_json:
-        click.echo(json.dumps(facts, indent=1))
+        click.echo(json.dumps({**facts, "conformance": published}, indent=1))
     else:
+        facts["conformance"] = {_label(s): f"{s['level']} {s['verification']}, native {s['native']}/{s['native_of']}, {s['version']}" for s in published} or "no report"
         rows = list(_rows(facts))
         width = max(len(key) for key, _ in rows)
         for key, value in rows:
             click.echo(escape_controls(f"{key:{width}}  {value}"))
     return state.exit_code
+
+
+def _published(state: Any) -> list[dict[str, Any]]:
+    """What a backend's package says it reached. A package that is not to be imported is not looked for."""
+    from ..conformance.published import read_published
+    from ..host import plugin_folder
+
+    return read_published(plugin_folder(state.module)) if state.state in ("ready", "unavailable") else []
+
+
+def _label(summary: dict[str, Any]) -> str:
+    """A run by its options: `isa=avx2`."""
+    return " ".join(f"{k}={v}" for k, v in summary.get("options", {}).items()) or "run"
 
 
 backends_command.add_command(new_backend)

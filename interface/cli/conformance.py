@@ -156,6 +156,26 @@ def verify_command(report: str, as_json: bool, debug: bool) -> int:
     return 1 if wrong else 0
 
 
+@conformance_command.command("publish")
+@click.argument("reports", metavar="REPORT...", nargs=-1, required=True, type=click.Path(dir_okay=False))
+@click.option("--into", required=True, type=click.Path(file_okay=False, exists=True, path_type=Path), help="Folder of the backend's package, beside its plugin module.")
+@_with(_common)
+def publish_command(reports: tuple[str, ...], into: Path, as_json: bool, debug: bool) -> None:
+    """Put what a backend reached into its package, where `fastllm backends list` finds it.
+
+    Each REPORT is a conformance.json of a whole run; it is verified first. One for each device, or set of options, that is claimed.
+    """
+    from ..conformance.published import FILE, publish, standing_of
+    from .terminal import escape_controls
+
+    found = publish(reports, into / FILE)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    native, level = standing_of(found)
+    click.echo(escape_controls(f"written: {into / FILE}: {found[0]['backend']}, {len(found)} runs, native {native}, {level}"))
+
+
 @conformance_command.command("self-test")
 @click.option("--mutant", "mutants", metavar="GLOB", multiple=True, help="Only these mutants; may be repeated.")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
