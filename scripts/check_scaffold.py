@@ -2,8 +2,10 @@
 
     python scripts/check_scaffold.py build/clean-env/bin/python     the environment has fastllm's wheel; run it from outside of the tree
 
-What must hold: it registers; it reaches Bronze with nothing native, or says why its device is not there; its own tests pass; and once its
-module raises, the message names it, whoever does not need it is not disturbed, and the exit code is that of a broken plug-in.
+What must hold: it registers; it reaches Bronze with nothing native, or says why its device is not there; its own tests pass; `backend check` finds
+nothing; and once its module raises, the message names it, whoever does not need it is not disturbed, and the exit code is that of a broken
+plug-in. In the numpy style the vendor then writes `linear`: first with an off-by-one in its last group, and the suite names op, dtypes, shape,
+index and bound; then right, and the whole of Bronze says `native 1/N`. The kernel is `linear_kernel` below, which a test of the tree uses, too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,36 @@ EXTRAS = {"opencl": "[runtime,test]"}  # cupy's runtime needs a device
 WITHOUT_DEVICE = {"cupy"}
 BROKEN = 'raise RuntimeError("libacme.so.2 is missing")\n'
 EXIT_BROKEN, EXIT_UNAVAILABLE = 3, 4
+GROUP = 32
+LINEAR = '''
+
+def supports(q):
+    """`linear` in f32; the rest is inherited."""
+    return Yes("VENDOR.linear") if q.op == "linear" and set(q.dtypes) <= {"f32", None} else None
+
+
+def functions(backend):
+    """The one op of ours: row by row, in groups of GROUP products."""
+    import numpy as np
+
+    def linear(x, weight, bias, *, out, stream, ws):
+        rows, matrix = backend.read(x, stream), backend.read(weight, stream)  # [T, K], [N, K]
+        result = np.zeros(out.shape, np.float32)  # [T, N]
+        k = rows.shape[-1]
+        for t, row in enumerate(rows):
+            for start in range(0, k, GROUP):
+                stop = min(start + GROUP, END)
+                result[t] += (matrix[:, start:stop] * row[start:stop]).sum(axis=1)
+        backend.write(out, result if bias is None else result + backend.read(bias, stream), stream)
+
+    return {"VENDOR.linear": linear}
+'''
+
+
+def linear_kernel(vendor: str, *, right: bool) -> str:
+    """What the vendor adds to `ops.py`: a native `linear`; if it is not right, the last group ends one product early."""
+    return LINEAR.replace("VENDOR", vendor).replace("GROUP", str(GROUP)).replace("END", "k" if right else "k - 1")
+
 
 
 def run(*command: object, expect: int = 0, folder: Path | None = None) -> str:
@@ -54,6 +86,9 @@ def check(python: Path, style: str, folder: Path) -> str:
         needs(run(*command, "backends", "show", name), "ready")
         said = run(*command, "conformance", "run", "--backend", name, "--level", "bronze").strip().splitlines()[0]
         needs(said, "bronze", "native 0/")
+        needs(run(*command, "backend", "check", name), "ok     packaging", "ok     quick cases", "native 0/")
+    if style == "numpy":
+        said += f"; {first_kernel(python, name)}"
     tests = ["tests"] if style == "numpy" else [f"tests/test_{name}.py"]  # the shared suite has run: once through pytest is enough
     run(python, "-m", "pytest", "-q", *tests, folder=package)
     module = run(python, "-c", f"import fastllm_backend_{name}.plugin as p; print(p.__file__)").strip()
@@ -63,6 +98,22 @@ def check(python: Path, style: str, folder: Path) -> str:
     needs(run(*command, "backends", "list"), "broken", "cpu_avx")
     run(python, "-m", "pip", "--disable-pip-version-check", "uninstall", "-qy", f"fastllm-backend-acme-{style}")
     return f"{style}: {said}"
+
+
+def first_kernel(python: Path, name: str) -> str:
+    """The vendor's Monday: a native `linear` with a fault, then without; returns what the suite says in the end."""
+    command = [python, "-m", "fastllm"]
+    ops = Path(run(python, "-c", f"import fastllm_backend_{name}.ops as o; print(o.__file__)").strip())
+    inherited = ops.read_text(encoding="utf-8")
+    ops.write_text(inherited + linear_kernel(name, right=False), encoding="utf-8")
+    text = run(*command, "conformance", "run", "--backend", name, "--op", "linear", expect=1)
+    needs(text, "failed: linear/f32*f32/row/m", f"{name}.linear: ", "elements are wrong; worst at [", "instead of", "bound ", "(margin ", "no level")
+    needs(run(*command, "run", "--backend", name, "--prompt", "x", expect=EXIT_BROKEN), "gives wrong answers", "worst at [")
+    ops.write_text(inherited + linear_kernel(name, right=True), encoding="utf-8")
+    said = run(*command, "conformance", "run", "--backend", name, "--level", "bronze").strip().splitlines()[0]
+    needs(said, "bronze", "native 1/")
+    ops.write_text(inherited, encoding="utf-8")
+    return f"with a linear of its own: {said}"
 
 
 def main() -> int:

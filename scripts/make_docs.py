@@ -423,6 +423,7 @@ def calibration() -> str:
 
 COMMANDS = (
     "run", "server", "bench.model", "bench.serve", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "backends.check", "conformance.publish",
     "conformance.run", "conformance.list", "conformance.verify", "conformance.self-test", "conformance.calibrate",
 )  # fmt: skip
 

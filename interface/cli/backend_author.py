@@ -1,4 +1,4 @@
-"""`fastllm backend new | status`: for those who write a backend."""
+"""`fastllm backend new | status | check`: for those who write a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from .options import load_options, model_options
 
-__all__ = ["new_backend", "show_status"]
+__all__ = ["check_backend", "new_backend", "show_status"]
 
 STYLES = ("numpy", "cython", "cupy", "opencl")  # of fastllm.scaffold, which `--help` does not import
 
@@ -70,3 +70,30 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
         where = op.impl if op.state != "fallback" else f"{op.impl} on {op.device}: {op.reason}"
         click.echo(escape_controls(f"{op.op:12} {op.state:10} {op.count:5} {op.share:7.1%} {1e3 * op.seconds:9.3f}  {where}"))
     click.echo(f"a decode step, op by op: {1e3 * status.step_s:.2f} ms; {status.copy_bytes_per_token:,} bytes copied between devices")
+
+
+@click.command("check")
+@click.argument("name", metavar="NAME[:DEVICE]")
+@click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated.")
+@click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")
+@click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def check_backend(name: str, backend_opt: tuple[str, ...], plugins_file: Path | None, plugin_paths: tuple[Path, ...], as_json: bool, debug: bool) -> int:
+    """Check a backend before it is published: packaging, imports, probe, opening, self-test, quick cases.
+
+    About a minute. Exit code 0 only if every line is ok; a level takes `fastllm conformance run`.
+    """
+    from ..backend_check import check_backend_package
+    from .options import parse_pairs
+    from .terminal import escape_controls
+
+    lines = []
+    for line in check_backend_package(name, parse_pairs(backend_opt), plugins_file, plugin_paths):
+        lines.append(line)
+        if not as_json:
+            click.echo(escape_controls(f"{'ok' if line.ok else 'WRONG':5}  {line.step:12} {line.text}"))
+    good = all(line.ok for line in lines)
+    if as_json:
+        click.echo(json.dumps({"backend": name, "ok": good, "steps": [line.as_dict() for line in lines]}, indent=1))
+    return 0 if good else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .backend_author import new_backend, show_status
+from .backend_author import check_backend, new_backend, show_status
 
 __all__ = ["backends_command"]
 
@@ -112,6 +112,7 @@ def _label(summary: dict[str, Any]) -> str:
 
 backends_command.add_command(new_backend)
 backends_command.add_command(show_status)
+backends_command.add_command(check_backend)
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

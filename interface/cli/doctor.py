@@ -17,8 +17,9 @@ __all__ = ["doctor_command"]
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")
+@click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, debug: bool) -> int:
+def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> int:
     """Check this machine; with NAME, only that backend.
 
     Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, exits with
@@ -26,11 +27,11 @@ def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, d
     """
     from ..core.plugins import BackendRegistry
 
-    registry = BackendRegistry(plugins_file)
+    registry = BackendRegistry(plugins_file, plugin_paths)
     names = [name] if name else registry.names()
     if name:
         registry.check_name(name)
-    backends = {n: _backend(n, plugins_file) for n in names}
+    backends = {n: _backend(n, plugins_file, plugin_paths) for n in names}
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
     facts["backends"] = backends
     if not name:
@@ -78,11 +79,11 @@ def _caches() -> dict[str, str]:
     return result | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _backend(name: str, plugins_file: Path | None) -> dict[str, Any]:
+def _backend(name: str, plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> dict[str, Any]:
     """State of one backend, probed in a child, and its environment if it is ready."""
     from ..core.plugins import probe_in_child
 
-    probe = probe_in_child(name, plugins_file=plugins_file)
+    probe = probe_in_child(name, plugins_file=plugins_file, plugin_paths=plugin_paths)
     if probe.outcome != "answered":
         return {"state": "broken", "reason": f"the probe {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={name}", "exit_code": 3}
     return dict(probe.state)
@@ -95,7 +96,22 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         lines.append("only the numpy backend is ready: answers are right but slow")
     if "note" in facts["caches"]:
         lines.append("set FASTLLM_HOME to a folder that can be written")
+    lines += _packages()
     return lines or ["nothing stands in the way: fastllm run"]
+
+
+def _packages() -> list[str]:
+    """Installed packages that get in each other's way."""
+    from importlib import metadata
+
+    names = {(d.metadata["Name"] or "").lower() for d in metadata.distributions()}
+    lines = []
+    wheels = sorted(n for n in names if n == "cupy" or n.startswith(("cupy-cuda", "cupy-rocm")))
+    if len(wheels) > 1:
+        lines.append(f"{' and '.join(wheels)} are installed, which overwrite each other: pip uninstall all of them, and install one")
+    if "fastllm" in names:
+        lines.append("another project called fastllm is installed, with a package of the same name: pip uninstall fastllm")
+    return lines
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -105,6 +121,9 @@ def _show(facts: dict[str, Any]) -> None:
                 reason = f" – {backend['reason']}" if backend.get("reason") else ""
                 hint = f" ({backend['hint']})" if backend.get("hint") else ""
                 click.echo(f"backend {name}: {backend['state']}{reason}{hint}")
+                if backend.get("distribution"):
+                    times = f", imported in {1e3 * backend['import_s']:.1f} ms, probed in {1e3 * backend['probe_s']:.1f} ms" if backend["import_s"] else ""
+                    click.echo(f"  from {backend['distribution']} {backend['version']}{times}")
                 for device in backend.get("devices", ()):
                     click.echo(f"  device {device['id']}: {device['name']}")
                 for key, value in backend.get("environment", {}).items():

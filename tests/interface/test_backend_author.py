@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
+import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from fastllm import scaffold
 from fastllm.core.errors import FastLLMError, UsageError
 from fastllm.scaffold import STYLES, write_backend
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -128,3 +133,28 @@ def test_new_on_the_command_line(run, tmp_path):
     assert done.code == 0
     assert len(facts["files"]) == len({*facts["files"]}) > 12
     assert run("backend", "new", "acme", "--dir", tmp_path).code == 2
+
+
+def test_a_fault_in_the_first_native_op_is_named_and_the_right_one_counts(acme, fastllm, tmp_path):
+    """The walk of `scripts/check_scaffold.py`, on cases of one op: CI does it with the wheels of engine and vendor in a clean environment."""
+    spec = importlib.util.spec_from_file_location("check_scaffold", ROOT / "scripts" / "check_scaffold.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    ops = tmp_path / "fastllm-backend-acme-npu" / "src" / "fastllm_backend_acme_npu" / "ops.py"
+    inherited = ops.read_text()
+    command = ("conformance", "run", "--backend", "acme_npu", "--case", "linear/f32?f32/*", "--quick", "--json")
+    before = json.loads(fastllm(*command, env=acme).stdout)["standing"]
+    ops.write_text(inherited + script.linear_kernel("acme_npu", right=False))
+    done = fastllm(*command, env=acme)
+    assert done.returncode == 1
+    failed = [c for c in json.loads(done.stdout)["cases"] if c["status"] == "failed" and c["rule"] == "bound"]
+    assert failed
+    for case in failed:  # dtypes and shape stand in the id, op and implementation, index, values and bound in the message
+        assert case["id"].startswith("linear/f32*f32/")
+        assert re.search(r"acme_npu\.linear: \d+ of \d+ elements are wrong; worst at \[\d+, \d+\]: \S+ instead of \S+, bound \S+ \(margin", case["message"])
+        assert len(case["index"]) == 2
+    ops.write_text(inherited + script.linear_kernel("acme_npu", right=True))
+    done = fastllm(*command, env=acme)
+    after = json.loads(done.stdout)["standing"]
+    assert done.returncode == 0, done.stderr
+    assert (before["native"], after["native"], after["native_of"]) == (0, 1, 14)
