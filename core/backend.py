@@ -48,8 +48,9 @@ __all__ = [
     "plain_bytes",
 ]
 
-API_VERSION: Final = (0, 1)
-"""(major, minor) of this interface. Major 0 is not frozen: a plug-in must name exactly this version."""
+API_VERSION: Final = (1, 0)
+"""(major, minor) of this interface. Frozen: within a major there are additions only, each of which raises the minor; `docs/api-frozen.txt`
+is what was frozen, and a test compares."""
 
 
 # what a plug-in says about itself ---------------------------------------------------------------------------------------

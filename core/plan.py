@@ -80,7 +80,7 @@ class Segment:
 @dataclass(frozen=True)
 class Decision:
     """Who runs a node (impl: its name in `Backend.ops()`, or HOST), why not the device that was asked, and the bytes of workspace
-    that it needs there. inherited: the device that was asked has this op from `RefBackend` only, so that numpy computes it wherever
+    that it needs there. varies: the backend admits that batch mates change the result's bits. inherited: the device that was asked has this op from `RefBackend` only, so that numpy computes it wherever
     the node stays there."""
 
     node: int
@@ -89,6 +89,7 @@ class Decision:
     reason: str = ""
     workspace: int = 0
     inherited: bool = False
+    varies: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class _Planner:
                 inherits = [self._inherits(a, device) for a in answers]
             if all(isinstance(a, Yes) for a in answers):
                 found = [
-                    Decision(i, device, a.impl, "" if device == wanted else "; ".join(refused[i]), a.workspace, mine)
+                    Decision(i, device, a.impl, "" if device == wanted else "; ".join(refused[i]), a.workspace, mine, "rows" in a.varies)
                     for i, a, mine in zip(group, answers, inherits, strict=True)
                     if isinstance(a, Yes)
                 ]

@@ -266,6 +266,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         if backends[selection.name].warning:
             options.message(backends[selection.name].warning)
         _open_helpers(registry, selection.name, backends)
+        definition = replace(definition, graph=registry.transform_graph(definition.graph, selection))
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
         _report(plan, definition, files, fallback, options)
@@ -374,6 +375,9 @@ def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, 
     """The lines that must be visible: notes of the files and the family, ops that leave their device."""
     for line in (*files.notes, *definition.notes):
         say_note(line, options, str(files.path))
+    varying = sorted({f"{plan.graph.nodes[d.node].op} of '{d.device}'" for d in plan.decisions if d.varies})
+    if varying:
+        say_note(f"what shares the batch may change results: {', '.join(varying)} declare{'s' * (len(varying) == 1)} it", options, "the rule of rows")
     left = plan.left
     if left and fallback == "allow":
         count = sum(op.count for op in left)

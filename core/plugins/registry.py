@@ -192,6 +192,8 @@ class BackendRegistry:
             answer.verify()
         except Exception as exc:  # a graph that refers to nothing fails in more ways than a wrong shape
             raise broken(candidate, "rewrite the graph", exc) from exc
+        if answer.outputs != graph.outputs:
+            raise broken(candidate, "rewrite the graph", f"it gives {', '.join(answer.outputs) or 'nothing'} instead of {', '.join(graph.outputs)}")
         return answer
 
     def requirements(self, name: str) -> Any:

@@ -216,6 +216,42 @@ def fastllm_open_backend(name, device, options):
 """
 
 
+def test_a_backend_whose_rows_depend_on_each_other_says_so_and_strict_refuses_it(run, tiny_model, tmp_path):
+    path = tmp_path / "partial.py"
+    path.write_text(PARTIAL.replace('if q.op == "attention":', 'if q.op == "nothing":').replace('"partial.")) if own', '"partial."), varies=("rows",) if q.op == "linear" else ()) if own'))
+    options = ("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--backend", "partial")
+    done = run(*options)
+    assert done.code == 0
+    assert "what shares the batch may change results: linear of 'partial' declares it" in done.err
+    refused = run(*options, "--strict")
+    assert refused.code == 2
+    assert "--strict: what shares the batch" in refused.err
+
+
+REWRITES = """
+
+@hookimpl
+def fastllm_transform_graph(graph, target):
+    nodes = [replace(n, attrs={**n.attrs, "kind": "relu"}) if n.op == "act_mul" else n for n in graph.nodes]
+    return replace(graph, nodes=nodes, outputs=graph.outputs[: len(graph.outputs) - CUT])
+"""
+
+
+def test_a_plugin_may_rewrite_the_graph_of_its_device_but_not_what_it_gives(run, tiny_model, tmp_path):
+    answers = []
+    for tail in ("", REWRITES.replace("CUT", "0")):
+        path = tmp_path / "partial.py"
+        path.write_text(PARTIAL + tail)
+        done = run("run", tiny_model, "--prompt", "xyz", "-n", 8, "--temperature", 0, "--ignore-eos", "--json", "--plugin", path, "--backend", "partial")
+        assert done.code == 0, done.err
+        answers.append(json.loads(done.out)["output_ids"])
+    assert answers[0] != answers[1]
+    path.write_text(PARTIAL + REWRITES.replace("CUT", "1"))
+    broken = run("plan", tiny_model, "--no-measure", "--plugin", path, "--backend", "partial")
+    assert broken.code == 3
+    assert "failed to rewrite the graph" in broken.err
+
+
 @pytest.fixture
 def partial(tmp_path):
     """A plug-in that leaves one op to another device."""

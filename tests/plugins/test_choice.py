@@ -250,7 +250,7 @@ def test_states_can_be_printed_as_json(site, env, plugin):
     rows = {s.name: json.loads(json.dumps(s.as_dict())) for s in BackendRegistry(env=env).states()}
     assert rows["acme_npu"]["error"]["exit_code"] == 4
     assert rows["acme_npu"]["options"]["mode"] == {"type": "str", "default": "fast", "choices": ["fast", "exact"], "help": ""}
-    assert (rows["acme_npu"]["state"], rows["acme_npu"]["api"], rows["acme_npu"]["version"]) == ("unavailable", "0.1", "0.3.1")
+    assert (rows["acme_npu"]["state"], rows["acme_npu"]["api"], rows["acme_npu"]["version"]) == ("unavailable", "1.0", "0.3.1")
     assert (rows["ref"]["error"], rows["ref"]["exit_code"], rows["acme_npu"]["exit_code"]) == (None, 0, 4)
     assert rows["ref"]["devices"][0]["id"]
     assert rows["cpu_avx"]["state"] == "disabled"
