@@ -30,18 +30,26 @@ def supports(q):
 
 
 def functions(backend):
-    """The one op of ours: row by row, in groups of GROUP products."""
+    """The one op of ours, on the device's memory: row by row, in groups of GROUP products."""
     import numpy as np
 
+    def array(t):
+        words = t.buffer.handle.bytes[t.offset :]
+        dense = [int(np.prod(t.shape[i + 1 :])) for i in range(len(t.shape))]
+        return np.lib.stride_tricks.as_strided(words[: len(words) // 4 * 4].view(np.float32), t.shape, [4 * s for s in t.strides or dense])
+
     def linear(x, weight, bias, *, out, stream, ws):
-        rows, matrix = backend.read(x, stream), backend.read(weight, stream)  # [T, K], [N, K]
-        result = np.zeros(out.shape, np.float32)  # [T, N]
+        if 0 in out.shape:
+            return
+        rows, matrix, result = array(x), array(weight), array(out)  # [T, K], [N, K], [T, N]
+        result[...] = 0
         k = rows.shape[-1]
         for t, row in enumerate(rows):
             for start in range(0, k, GROUP):
                 stop = min(start + GROUP, END)
                 result[t] += (matrix[:, start:stop] * row[start:stop]).sum(axis=1)
-        backend.write(out, result if bias is None else result + backend.read(bias, stream), stream)
+        if bias is not None:
+            result += array(bias)
 
     return {"VENDOR.linear": linear}
 '''
