@@ -58,9 +58,9 @@ class House:
         except BackendUnavailable as error:
             pytest.skip(f"{error.message} {error.fix}")
 
-    def engine(self, *, chunk, others=0, prefix_cache=False):
+    def engine(self, *, chunk, others=0, prefix_cache=False, blocks=32):
         """chunk: tokens of a step that are left for the prompt when the others decode."""
-        limits = StepLimits(chunk + others, 8, 64, 64, 16, 32)
+        limits = StepLimits(chunk + others, 8, 64, 64, 16, blocks)
         plan = make_plan(self.model.graph, self.model.weights, self.tensors, self.backends, Placement.on(self.name), limits, fallback="error")
         return Engine(Executor(plan, self.model.weights, self.tensors, self.backends), prefix_cache=prefix_cache, stateful=self.stateful)
 
@@ -79,6 +79,16 @@ class House:
                 assert result.timings.cached_tokens == 0 if self.stateful else result.timings.cached_tokens >= 32
         choice = result.choices[0]
         return [(t.token_id, t.logprob, t.top) for t in choice.logprobs]
+
+    def preempted(self):
+        """(answer, preemptions) in a cache that cannot hold the request beside two older ones that grow: it is computed again."""
+        with self.engine(chunk=64, others=2, blocks=5) as engine:
+            crowd = [engine.submit(Request(PROMPT[: 5 * i + 1], SamplingParams(temperature=1.0, seed=i, max_tokens=40, ignore_eos=True))) for i in range(2)]
+            result = engine.submit(Request(PROMPT, PARAMS)).result(120)
+            for handle in crowd:
+                handle.result(120)
+            count = engine.stats().preemptions
+        return [(t.token_id, t.logprob, t.top) for t in result.choices[0].logprobs], count
 
     def close(self):
         for backend in self.backends.values():
@@ -139,6 +149,22 @@ def same_under_all_circumstances(name, format, backend, options, kv_dtype=None, 
     finally:
         for house in houses:
             house.close()
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "cpu_avx"), ("deepseek_v3", "cpu_avx"), ("gpt_oss", "cpu_avx"), ("qwen3_next", "ref")])
+def test_a_request_that_was_preempted_gives_the_same_answer_with_cache_and_with_recurrent_state(name, backend):
+    house = House(name, "bf16", backend, {})
+    try:
+        alone, seen = house.answer(), 0
+        for _ in range(8):  # whether the others are quick enough to push it out is up to the machine
+            found, count = house.preempted()
+            assert found == alone
+            seen += count
+            if seen:
+                break
+        assert seen, "nothing was preempted: the test tests nothing"
+    finally:
+        house.close()
 
 
 @pytest.mark.parametrize("backend", ["ref", "cpu_avx"])
