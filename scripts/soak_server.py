@@ -313,8 +313,10 @@ async def look(target: _Target, process: psutil.Process, wanted: list[str], repo
         try:
             async with asyncio.timeout(settle_s):
                 report.compared += 1
-                if await probe(target, number) != text:
-                    report.fault("a probe has another answer afterwards")
+                while (found := await probe(target, number)) is None:  # full: others are still on their way out
+                    await asyncio.sleep(0.1)
+                if found != text:
+                    report.fault(f"a probe has another answer afterwards: {found!r} instead of {text!r}")
         except TimeoutError:
             report.fault("a probe has no answer afterwards")
 
