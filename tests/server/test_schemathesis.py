@@ -22,6 +22,20 @@ def schema(server):
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 
+@pytest.fixture(scope="module")
+def embedder(start):
+    running = start(embedding="last")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore")
+def test_no_body_breaks_a_server_that_embeds(embedder, path, mode):
+    test_no_body_breaks_the_server(embedder, schemathesis.openapi.from_url(f"{embedder.url}/openapi.json"), path, mode)
+
+
 @pytest.mark.parametrize(("path", "mode"), [(p, m) for p in PATHS for m in MODES if "{" not in p or m is GenerationMode.POSITIVE])
 @pytest.mark.filterwarnings("ignore")
 def test_no_body_breaks_the_server(server, schema, path, mode):

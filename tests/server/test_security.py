@@ -141,6 +141,27 @@ def test_defects_show_no_traceback_and_no_path(start, capsys):
     assert "/secret/path is broken" in capsys.readouterr().err
 
 
+def test_no_answer_of_any_route_names_a_path_or_shows_code(server, http, model_folder):
+    document = http.get("/openapi.json").json()
+    messages = [{"role": "user", "content": "Hi"}]
+    good = {"messages": messages, "prompt": "a", "input": "a", "tokens": [70], "content": "a", "max_tokens": 2, "id": "x"}
+    bad = [{}, [], None, {**good, "messages": "x", "prompt": {}, "input": 1, "tokens": "x", "id": 1, "content": 1}]
+    bad += [{**good, "temperature": 99, "chat_template": "{{ x }}"}, {**good, "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}}}]
+    bad += [{**good, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}]
+    words = (str(model_folder), str(model_folder.parent), "Traceback", 'File "', "site-packages", ".py", "root:", "/home/", "/tmp/", "/root")
+    seen = 0
+    for path, methods in document["paths"].items():
+        for method in methods:
+            for body in [good, *bad] if method == "post" else [None]:
+                target = path.replace("{model_id}", "no/such").replace("{response_id}", "x")
+                answer = http.request(method.upper(), target, json=body)
+                shown = answer.text + str(answer.headers)
+                assert answer.status_code < 500 or answer.status_code == 501, (path, body, answer.text)
+                assert not [word for word in words if word in shown and not path.startswith("/assets")], (path, body)
+                seen += 1
+    assert seen > 80
+
+
 @pytest.fixture(scope="module")
 def endless(start, model_folder, tmp_path_factory):
     """A server whose template does not end for one message, in Python's own code, where no budget is looked at."""
