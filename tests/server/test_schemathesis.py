@@ -24,7 +24,7 @@ MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 @pytest.fixture(scope="module")
 def embedder(start):
-    running = start(embedding="last")
+    running = start({"embedding": True}, embedding="last")
     yield running
     running.close()
 
