@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastllm.core.pace import FIRST_TOKENS, LEAST_TOKENS, OUTLIER, SHORT_S, STRETCH, Pace
+from fastllm.core.pace import FIRST_TOKENS, LEAST_TOKENS, OUTLIER, STRETCH, Pace
 
 
 def observed(*steps):
@@ -41,8 +41,36 @@ def test_prompts_go_on_on_any_machine():
     assert observed((0, 512, 5000.0), (7, 0, 0.02)).prompt_budget() == LEAST_TOKENS
 
 
-def test_steps_too_short_to_be_seen_are_not_cut():
-    assert observed((0, 512, 0.001), (7, 0, 1e-4)).prompt_budget() >= int((SHORT_S - 1e-4) / (0.001 / 512)) - 1
+def test_short_steps_are_paced_as_long_ones_are():
+    short, long = observed((0, 512, 0.15), (7, 0, 0.003)), observed((0, 512, 15.0), (7, 0, 0.3))
+    assert short.prompt_budget() == long.prompt_budget() == int((STRETCH - 1) * 0.3 / (15.0 / 512))
+
+
+def test_a_token_that_costs_more_than_before_is_believed_at_once():
+    pace = observed((0, 512, 512 * 0.0001), *[(7, 0, 0.02)] * 3)
+    tokens = pace.prompt_budget()
+    pace.observe(7, tokens, 0.02 + tokens * 0.0003)  # a chunk costs three times as much a token as whole prompts do
+    again = pace.prompt_budget()
+    assert 0.02 + again * 0.0003 <= 3 * 0.02
+
+
+def test_a_long_prompt_beside_streams_never_holds_them_for_three_steps():
+    """Steps of a machine whose tokens cost more in small chunks and at long contexts; only the first mixed step may surprise."""
+
+    def seconds(decodes, tokens, context):
+        return (0.02 if decodes else 0.015) + tokens * (0.0012 + 0.008 / max(tokens, 1) + context * 4e-7)
+
+    pace, done, gaps = Pace(), 0, []
+    pace.observe(0, 112, seconds(0, 112, 0))
+    for _ in range(30):
+        pace.observe(7, 0, seconds(7, 0, 0))
+    while done < 2000:
+        tokens = min(pace.prompt_budget(), 2000 - done)
+        gaps.append(seconds(7, tokens, done))
+        pace.observe(7, tokens, gaps[-1])
+        done += tokens
+    assert max(gaps) < 3 * 0.02
+    assert sum(gaps) < 4 * seconds(0, 2000, 1000)
 
 
 def test_one_step_while_somebody_else_had_the_machine_does_not_ruin_the_mean():
