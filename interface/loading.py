@@ -326,14 +326,16 @@ def _fit(
         full = replace(limits, context=context, num_blocks=num_blocks)
         return make_plan(definition.graph, definition.weights, files.stored, backends, placement, full, fallback=fallback)
 
-    trial = planned(options.ctx or definition.max_position, 1)
+    wanted = options.ctx or definition.max_position
+    per_sequence = -(-wanted // size)
+    hoped = max(1, -(-options.kv_cache_tokens // size) if options.kv_cache_tokens else per_sequence * sequences)
+    trial = planned(wanted, hoped)  # what is asked for, which mostly fits: then it is the plan
     block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
     fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
     budget = None if available is None else int(available * MEMORY_SHARE) - fixed - RESERVE_BYTES
     most = None if budget is None or not block_bytes else budget // block_bytes  # blocks that fit
 
-    wanted = options.ctx or definition.max_position
     context = wanted
     if most is not None and -(-wanted // size) > most:
         context = max(0, most) * size
@@ -357,7 +359,7 @@ def _fit(
         raise UsageError(f"a cache of {blocks * size:,} tokens does not hold one context of {context:,}", fix=fix)
     if most is not None:
         blocks = max(per_sequence, min(blocks, most))
-    return planned(context, blocks), context, available
+    return (trial if (context, blocks) == (wanted, hoped) else planned(context, blocks)), context, available
 
 
 def _mib(size: int) -> str:

@@ -196,6 +196,24 @@ def test_options_are_checked_and_named(tiny_model, options):
     assert caught.value.fix
 
 
+def test_a_model_that_fits_is_planned_once(tiny_model, monkeypatch):
+    plans, make = [], loading.make_plan
+
+    def counted(*args, **kwargs):
+        plans.append(args[5].num_blocks)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "make_plan", counted)
+    plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2)).close()
+    assert plans == [2]
+    plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, kv_cache_bytes=1 << 20)).close()
+    assert len(plans) == 3, "how many blocks so many bytes are is known from a plan"
+    monkeypatch.setattr(loading, "available_memory", lambda: 400 << 20)
+    planned = plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, kv_cache_tokens=1 << 24))
+    assert planned.plan.limits.num_blocks < (1 << 24) // 64, "no more than memory holds"
+    planned.close()
+
+
 CUT = """
 import os, sys
 from pathlib import Path
