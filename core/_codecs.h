@@ -19,7 +19,7 @@
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
-#define FL_CLONES __attribute__((target_clones("avx2", "default")))
+#define FL_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FL_CLONES
 #endif

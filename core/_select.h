@@ -28,6 +28,7 @@
 
 #define FL_CHUNK 128
 #define FL_BUCKETS 1024 /* of width 1/32 in t; the last one holds everything below: weights of zero */
+#define FL_HEAD 256     /* buckets that are counted singly at first: t above -8 */
 #define FL_FEW 32
 #define FL_ONE_WEIGHT 1099511627776.0 /* 2^40, the weight of the largest logit */
 #define FL_MIN_TEMPERATURE 1e-5f
@@ -307,8 +308,29 @@ FL_INLINE const float *fl_padded(const float *row, int64_t n, int64_t chunk, flo
 /* The smallest order whose weight may differ from zero (2^-41 = exp(-28.4)). */
 FL_INLINE int32_t fl_weightless(const fl_draw *draw) { return fl_order(draw->top - 30.0f / draw->inverse); }
 
-/* mass[b] = weights (those not below draw->least, if asked) of the tokens in bucket b. */
-static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, uint64_t least, uint64_t *mass) {
+/* Adds the weights of a chunk that are not below least: singly to the buckets before `head`, together to mass[head]. The sum of all is
+ * vectors; single tokens, whose buckets are scattered in memory, are few. */
+FL_CLONES static void fl_add_masses(const uint64_t *weights, const int32_t *buckets, uint64_t least, int head, uint64_t *mass) {
+    uint64_t kept[FL_CHUNK], rest = 0;
+    for (int i = 0; i < FL_CHUNK; i++) {
+        kept[i] = (int64_t)weights[i] >= (int64_t)least ? weights[i] : 0; /* both at most 2^40 */
+        rest += kept[i];
+    }
+    for (int first = 0; first < FL_CHUNK; first += 8) {
+        int32_t best = INT32_MAX;
+        for (int i = first; i < first + 8; i++) best = buckets[i] < best ? buckets[i] : best;
+        if (best >= head) continue;
+        for (int i = first; i < first + 8; i++) { /* without branches, which nobody could foresee */
+            mass[buckets[i] < head ? buckets[i] : head] += kept[i];
+            rest -= kept[i];
+        }
+    }
+    mass[head] += rest;
+}
+
+/* mass[b] = weights (those not below least) of the tokens in bucket b < head; mass[head] = of all others. */
+static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, uint64_t least, int head,
+                      uint64_t *mass) {
     float room[FL_CHUNK];
     uint64_t weights[FL_CHUNK];
     int32_t buckets[FL_CHUNK];
@@ -317,7 +339,7 @@ static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const 
     for (int64_t c = 0; c < fl_chunks(n); c++) {
         if (maxima[c] < weightless) continue;
         fl_weigh(fl_padded(row, n, c, room), draw->top, draw->inverse, weights, buckets);
-        for (int i = 0; i < FL_CHUNK; i++) mass[buckets[i]] += weights[i] >= least ? weights[i] : 0;
+        fl_add_masses(weights, buckets, least, head, mass);
     }
 }
 
@@ -356,28 +378,38 @@ static uint64_t fl_sum(const uint64_t *mass) {
     return total;
 }
 
-/* top_p, min_p and the draw over a whole row. */
-static int32_t fl_draw_row(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, uint64_t *keys,
-                           uint64_t *weights) {
+/* top_p, min_p and the draw over a whole row. -1 if a decision falls in what lies together behind `head` (never with FL_BUCKETS - 1). */
+static int32_t fl_draw_among(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, int head, uint64_t *keys,
+                             uint64_t *weights) {
     uint64_t mass[FL_BUCKETS], cut = 0, kept;
-    fl_masses(row, n, maxima, draw, 0, mass);
+    const int end = head < FL_BUCKETS - 1 ? head : FL_BUCKETS;
+    fl_masses(row, n, maxima, draw, 0, head, mass);
     if (draw->top_p < 1.0) {
         uint64_t target = fl_share(draw->top_p, fl_sum(mass));
         const int last = fl_bucket_of(mass, &target);
+        if (last >= end) return -1;
         int64_t found = fl_members(row, n, maxima, draw, last, keys, weights);
         cut = fl_select(keys, weights, found, target);
-        if (draw->least > 0) fl_masses(row, n, maxima, draw, draw->least, mass);
+        if (draw->least > 0) fl_masses(row, n, maxima, draw, draw->least, head, mass);
         fl_keep(keys, weights, found, cut, draw->least, &kept);
         mass[last] = kept;
         memset(mass + last + 1, 0, (size_t)(FL_BUCKETS - 1 - last) * sizeof(uint64_t));
     } else if (draw->least > 0) {
-        fl_masses(row, n, maxima, draw, draw->least, mass);
+        fl_masses(row, n, maxima, draw, draw->least, head, mass);
     }
     uint64_t target = fl_target(draw->u, fl_sum(mass));
     const int bucket = fl_bucket_of(mass, &target);
+    if (bucket >= end) return -1;
     int64_t found = fl_members(row, n, maxima, draw, bucket, keys, weights);
     found = fl_keep(keys, weights, found, cut, draw->least, &kept);
     return fl_key_id(fl_select(keys, weights, found, target));
+}
+
+/* The same with any head: the weight of most rows is in few tokens, so the rest is told apart only if the draw is there. */
+static int32_t fl_draw_row(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, uint64_t *keys,
+                           uint64_t *weights) {
+    const int32_t id = fl_draw_among(row, n, maxima, draw, FL_HEAD, keys, weights);
+    return id >= 0 ? id : fl_draw_among(row, n, maxima, draw, FL_BUCKETS - 1, keys, weights);
 }
 
 /* ---- masks and adjustments ----------------------------------------------------------------------------------------------- */

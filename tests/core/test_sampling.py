@@ -297,6 +297,19 @@ def test_tokens_far_below_the_best_still_have_their_chance() -> None:
     assert one(logits, u=0.999) == 0
 
 
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.9, 0.0), (1.0, 2e-4), (0.7, 2e-4)])
+def test_most_of_the_weight_may_lie_far_below_the_best(top_p: float, min_p: float) -> None:
+    """Tokens below exp(-8) are counted together at first; here cut and draw fall among them, on both sides of that border."""
+    rng = np.random.default_rng(8)
+    row = rng.uniform(-9.5, -7.9, 12_000).astype(np.float32)
+    row[[5, 700, 701]] = [0, -7.99, -8.01]
+    batch = Batch(np.repeat(row[None], 12, axis=0))
+    batch.u[:] = [*np.linspace(0, 0.3, 4), *np.linspace(0.35, 1 - 2**-53, 8)]
+    batch.top_p[:], batch.min_p[:] = top_p, min_p
+    assert batch.sample() == batch.expected()
+    assert len(set(batch.sample())) > 6
+
+
 def test_temperature_sharpens_and_flattens() -> None:
     logits = [0.0, 1.0]
     cold, warm = 1 / (1 + math.exp(-1 / 0.5)), 1 / (1 + math.exp(-1 / 2))
