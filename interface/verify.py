@@ -66,9 +66,10 @@ def verify_model(files: ModelFiles, progress: Callable[[str, int, int | None], N
 
 def _check_finite(ref: WeightRef, files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
     """Raises ModelFileError naming the tensor and the bytes of the first block that holds NaN or infinity."""
-    for part in ref.split(shape[0]) if len(shape) > 2 else (ref,):
+    stacked = len(shape) > 2 or bool(ref.parts)  # biases of experts are a stack of vectors
+    for part in ref.split(shape[0]) if stacked else (ref,):
         source = files.stored[part.source]
-        tensor = part.resolve(files.stored, name, shape[1:] if len(shape) > 2 else shape)
+        tensor = part.resolve(files.stored, name, shape[1:] if stacked else shape)
         spec = FORMATS[tensor.format]
         step = BLOCK_VALUES // spec.block
         for start, values in _blocks(tensor.format, tensor.data, step):

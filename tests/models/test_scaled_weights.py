@@ -15,6 +15,7 @@ import pytest
 
 from fastllm.api import RefBackend
 from fastllm.backends.cpu_avx.backend import CpuBackend
+from fastllm.cli.main import run_command
 from fastllm.core import _kernels
 from fastllm.core.errors import ModelFileError, UnsupportedError
 from fastllm.core.executor import Executor
@@ -233,3 +234,25 @@ def test_scales_that_are_left_out_of_the_file_are_missed_before_anything_is_load
     tensors = {n: s for n, s in files.tensors.items() if "layers.1.self_attn.o_proj.weight_scale_inv" not in n}
     with pytest.raises(ModelFileError, match="weight_scale_inv"):
         build(files.kind, files.architecture, files.config, tensors, context_limit=40)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_quantised_folders_are_inspected_verified_and_converted(kind, tmp_path, capsys):
+    coded, _ = mxfp4_pair(tmp_path) if kind == "mxfp4" else fp8_pair(tmp_path, (16, 8))
+    assert run_command(["inspect", str(coded)]) == 0
+    assert run_command(["verify", str(coded)]) == 0
+    assert "all finite" in capsys.readouterr().out
+    assert run_command(["convert", str(coded), "-o", str(tmp_path / "model.flm")]) == 0
+    assert run_command(["verify", str(tmp_path / "model.flm")]) == 0
+
+
+def test_a_code_that_is_no_number_is_found_by_verify(tmp_path, capsys):
+    values, config = read_folder("deepseek_v3")
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes = dict(values)
+    codes[name], codes[name + "_scale_inv"] = np.zeros(values[name].shape, np.uint8), np.ones((6, 4), np.float32)
+    codes[name][7, 3] = 0x7F
+    about = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    folder = write_folder(tmp_path / "nan", {**config, "quantization_config": about}, codes)
+    assert run_command(["verify", str(folder)]) == 1
+    assert name in capsys.readouterr().err
