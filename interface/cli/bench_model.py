@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .collector import collector_at_rest
 from .options import load_options, model_options
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def model_command(model: str | None, **values: Any) -> None:
     values["ctx"] = values["ctx"] or max(room, own, 64)
     # The prompt of a context stays beside new prompts; a stream is admitted if there is a spare block for it and every other.
     blocks = 2 * -(-room // 64) + streams[-1] * (1 + -(-own // 64))
-    with Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
+    with collector_at_rest(), Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
         size = {"max_batch_size": streams[-1], "kv_cache_tokens": max(64 * blocks, values["ctx"])}
         loaded = load_model(model or DEFAULT_MODEL, load_options(values, **size, **callbacks))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .collector import collector_at_rest
 from .options import load_options, model_options, sampling_options
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run_command(model: str | None, **values: Any) -> int:
     from ..loading import DEFAULT_MODEL, load_model
     from .terminal import Reporter
 
-    with Reporter(quiet=values["quiet"]) as reporter:
+    with collector_at_rest(), Reporter(quiet=values["quiet"]) as reporter:
         options = load_options(values, max_batch_size=1, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
         llm = LLM.of(load_model(model or DEFAULT_MODEL, options))
     with llm:
