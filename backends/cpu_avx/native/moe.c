@@ -143,31 +143,6 @@ static void gate_and_up(const job *j, const fl_kernels *k, int64_t C, int64_t st
     }
 }
 
-/* True if the activation of a single row may be rounded for `down` strip by strip, as gate and up give it: by whoever has the strip. */
-static int rounds_at_once(const job *j) {
-    const fl_moe *m = j->m;
-    return j->one && m->up.data && m->up.acts == m->gate.acts && m->down.kind == FL_STRIP && m->width % FL_STRIP == 0;
-}
-
-/* A single row: its experts' strips are one list, of which a thread has one range, so that it reads whole matrices. Every thread prepares
- * the row for itself. */
-static void gate_and_up_of_one(const job *j, const fl_kernels *k, const fl_view *x, int thread, int threads) {
-    const fl_moe *m = j->m;
-    const int64_t F = m->width, C = x->d2, wide = F / FL_STRIP, items = j->start[m->experts] * wide;
-    const int64_t step = aligned((int64_t)fl_prepared_bytes(FL_STRIP, 1, F)), end = items * (thread + 1) / threads;
-    fl_acts row = {(int32_t)m->gate.kind, 1, (int32_t)C, (uint8_t *)j->first};
-    k->linear->prepare(&row, (const float *)x->p, (size_t)x->s0, 0, 1);
-    for (int64_t a = items * thread / threads, n; a < end; a += n) {
-        const int64_t pair = a / wide, strip = a % wide, e = j->ids[j->order[pair]];
-        n = end - a < wide - strip ? end - a : wide - strip;
-        const fl_weight gate = weight_of(&m->gate, e, F, C), up = weight_of(&m->up, e, F, C);
-        fl_acts codes = {FL_STRIP, 1, (int32_t)F, (uint8_t *)(intptr_t)(m->down.acts + pair * step)};
-        const fl_target to = {
-            .bias = bias_of(&m->gate, e), .up_bias = bias_of(&m->up, e), .codes = &codes, .act = (int32_t)m->act};
-        k->linear->linear(&gate, &up, &row, &to, (int)strip, (int)(strip + n), j->linear);
-    }
-}
-
 static void down(const job *j, const fl_kernels *k, const fl_view *weights, const fl_view *out, int64_t strip0,
                  int64_t strip1) {
     const fl_moe *m = j->m;
@@ -204,17 +179,13 @@ void fl_moe_run(const fl_program *p, const fl_instruction *ins, int thread, int 
     if (!j.T) return;
     sort_pairs(&j);
     const int64_t pairs = j.start[m->experts], i0 = pairs * thread / threads, i1 = pairs * (thread + 1) / threads;
+    prepare_inputs(&j, k->linear, &m->gate, x, i0, i1);
+    if (m->up.data && m->up.acts != m->gate.acts) prepare_inputs(&j, k->linear, &m->up, x, i0, i1);
+    fl_pool_barrier(p->pool);
     const int64_t wide = (m->width + FL_STRIP - 1) / FL_STRIP, high = (out->d2 + FL_STRIP - 1) / FL_STRIP;
-    if (rounds_at_once(&j)) {
-        gate_and_up_of_one(&j, k, x, thread, threads);
-    } else {
-        prepare_inputs(&j, k->linear, &m->gate, x, i0, i1);
-        if (m->up.data && m->up.acts != m->gate.acts) prepare_inputs(&j, k->linear, &m->up, x, i0, i1);
-        fl_pool_barrier(p->pool);
-        gate_and_up(&j, k, x->d2, wide * thread / threads, wide * (thread + 1) / threads);
-        fl_pool_barrier(p->pool);
-        prepare_hidden(&j, k->linear, i0, i1);
-    }
+    gate_and_up(&j, k, x->d2, wide * thread / threads, wide * (thread + 1) / threads);
+    fl_pool_barrier(p->pool);
+    prepare_hidden(&j, k->linear, i0, i1);
     fl_pool_barrier(p->pool);
     down(&j, k, weights, out, high * thread / threads, high * (thread + 1) / threads);
 }

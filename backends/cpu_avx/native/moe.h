@@ -8,9 +8,6 @@
  *   3. the hidden rows in the form that down wants
  *   4. down, and the weighted sum: each thread its strips of the output, expert after expert in ascending order
  *
- * For a single row every thread does 1 for itself and 3 is part of 2, so that one barrier is left, and strips of phase 2 are shared as one
- * list of all experts: a thread reads whole matrices.
- *
  * A row of the result is a sum over its experts in ascending order of their ids, whatever other rows there are; so its bits depend on
  * that row only.
  */
