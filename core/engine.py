@@ -93,6 +93,7 @@ class Engine:
         self._decodes = 0
         self._states: list[SamplerState] = []
         self._sampler_rows = build_rows([], self._vocab_size)
+        self.on_masks: Callable[[float], None] | None = None  # seconds that a step waited for the masks of its rows
         self._greedy = SamplerState(SamplingParams(temperature=0.0, top_p=1.0), (), 0)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="fastllm-engine", daemon=True)
@@ -312,6 +313,8 @@ class Engine:
         self._scheduler.advance(step)
         for part in step.slices:
             choice = part.sequence.owner
+            if choice.index == 0 and choice.num_generated == 0 and choice.job.handle.request.on_progress is not None:
+                self._tell_progress(choice, part)
             if choice.finished or not part.num_rows or part.sequence.blocks is None:
                 continue  # without blocks: parked meanwhile; it computes this row again, and draws the same token
             try:
@@ -340,6 +343,15 @@ class Engine:
             self._sampler_rows = build_rows(self._states, self._vocab_size, masks)
         return self._sampler_rows
 
+    def _tell_progress(self, choice: JobChoice, part: Slice) -> None:
+        """How far a prompt has been read. What the callback raises fails its request."""
+        tell = choice.job.handle.request.on_progress
+        assert tell is not None
+        try:
+            tell(min(part.start + part.num_tokens, len(choice.job.prompt)), max(choice.sequence.num_cached, 0))
+        except Exception as error:
+            self._fail_job(choice.job, error)
+
     def _sampler_states(self, step: ScheduledStep) -> list[SamplerState]:
         """One for each row of logits; rows of a prompt whose ids nobody wants are sampled greedily."""
         states = []
@@ -354,6 +366,7 @@ class Engine:
         """What each row of logits is held to; None: no row is. A constraint that raises fails its request, whose row is then nobody's.
         Asked for when the logits are there: a constraint has worked on its mask meanwhile."""
         masks: list[np.ndarray | None] = []
+        started = time.monotonic()
         for part in step.slices:
             if part.num_rows:
                 masks += [None] * part.num_rows
@@ -364,7 +377,11 @@ class Engine:
                         masks[-1] = None if mask is None else self._checked_mask(mask)
                     except Exception as error:
                         self._fail_job(choice.job, error)
-        return masks if any(mask is not None for mask in masks) else None
+        if all(mask is None for mask in masks):
+            return None
+        if self.on_masks is not None:
+            self.on_masks(time.monotonic() - started)
+        return masks
 
     def _checked_mask(self, mask: np.ndarray) -> np.ndarray:
         """A wrong mask is its own request's matter, not the step's."""
@@ -394,7 +411,7 @@ class Engine:
     def _emit(self, choice: JobChoice, event: TokenEvent) -> None:
         """Passes an event on, and ends the choice with its last. What `on_event` raises fails the request."""
         job = choice.job
-        if event.finish_reason is not None:
+        if event.finish_reason is not None or job.handle.request.live_timings:
             job.handle.timings = job.timings()
         try:
             job.handle.deliver(event)

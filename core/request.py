@@ -43,7 +43,9 @@ class Request:
     priority: smaller runs earlier. stream: the random stream of the first choice, choice i has stream + i; a call with several
     prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one. constraint: makes the
     `TokenConstraint` of each choice, for example a `text.Grammar`; None: anything may be said. pooling: `last`, `mean` or `cls`: one vector is wanted and no token, of
-    an engine that embeds; `params.max_tokens` is 0 then.
+    an engine that embeds; `params.max_tokens` is 0 then. live_timings: the handle's timings are up to date with each event, not only with the last.
+    on_progress: told how many tokens of the prompt are done, and how many of them came from the cache, after each step that read some; in the
+    engine's thread.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -55,6 +57,8 @@ class Request:
     stream: int = 0
     constraint: Callable[[], TokenConstraint] | None = None
     pooling: str | None = None
+    live_timings: bool = False
+    on_progress: Callable[[int, int], None] | None = None
 
 
 def check_request(request: Request, vocab_size: int, n_ctx: int) -> np.ndarray:

@@ -65,16 +65,20 @@ class ChatTemplate:
 
         Raises TemplateError for a source that does not parse, is too long, or is no text.
         """
+        self._limits = {"seconds": time_s, "steps": max_steps, "memory_bytes": memory_bytes}
+        self._chars = max(MIN_OUTPUT, 16 * n_ctx)
+        tokens = {"bos_token": bos_token, "eos_token": eos_token, **(special_tokens or {})}
+        self._tokens = {name: from_template(text) for name, text in tokens.items() if text is not None}
+        self._compile(source)
+
+    def _compile(self, source: str) -> None:
         if not isinstance(source, str):
             raise TemplateError(f"the chat template is {type(source).__name__}, not text.", who="chat template", fix=_FIX)
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(
                 f"the chat template has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are read.", who="chat template", fix=_FIX
             )
-        self._limits = {"seconds": time_s, "steps": max_steps, "memory_bytes": memory_bytes}
-        self._chars = max(MIN_OUTPUT, 16 * n_ctx)
         self._environment = ChatEnvironment()
-        tokens = {"bos_token": bos_token, "eos_token": eos_token, **(special_tokens or {})}
         try:
             with self._budget().running():
                 tree = self._environment.parse(source)
@@ -84,12 +88,18 @@ class ChatTemplate:
                 self._template = self._environment.from_string(source)
         except Exception as error:
             raise _explain(error) from None
-        self._tokens = {name: from_template(text) for name, text in tokens.items() if text is not None}
 
     @property
     def supports_tools(self) -> bool:
         """Whether the template reads `tools`."""
         return "tools" in self.variables
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template for the same model, under the same limits. Raises TemplateError."""
+        made = ChatTemplate.__new__(ChatTemplate)
+        made._limits, made._chars, made._tokens = self._limits, self._chars, self._tokens
+        made._compile(source)
+        return made
 
     def reads(self, name: str) -> bool:
         """Whether the template may look at this key of a message: it names it somewhere."""

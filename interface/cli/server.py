@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["SERVER_SETTINGS", "run_server", "server_command", "server_options"]
 
 SERVER_SETTINGS: Final = {"auto_envvar_prefix": "FASTLLM"}
+PARSERS: Final = (
+    "hermes", "qwen3-coder", "llama3-json", "llama-pythonic", "mistral", "deepseek-v3", "deepseek-v3.1", "glm4.5", "kimi-k2", "minimax", "phi", "granite", "gpt-oss"
+)  # fmt: skip
+"""Names of `text.output.FORMATS`, which loads too much for --help."""
+
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
 
 
@@ -76,6 +81,10 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--kv-cache-size", "--kv-cache-limit", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
         click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
         click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),
+        click.option("--tool-parser", type=click.Choice(["auto", *PARSERS]), default="auto", help="Form of the model's tool calls.  [default: auto, by its template]"),
+        click.option("--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content.  [default: auto, apart]"),
+        click.option("--allow-request-template", is_flag=True, help="Requests may bring a chat template of their own, which runs in the sandbox."),
+        click.option("--log-prompts", is_flag=True, help="Write prompts and answers into the log."),
         click.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
         click.option("--no-metrics", is_flag=True, help="Switch /metrics off."),
         click.option("--no-web", is_flag=True, help="Switch the web page off."),
@@ -204,6 +213,10 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         ping_s=values["sse_ping"],
         strict=values["strict"],
         strict_model=values["strict_model"],
+        tool_parser=values["tool_parser"],
+        reasoning_format=values["reasoning_format"],
+        request_template=values["allow_request_template"],
+        log_prompts=values["log_prompts"],
         metrics=not values["no_metrics"],
         web=not values["no_web"],
         metrics_aliases=values["metrics_aliases"] == "vllm",

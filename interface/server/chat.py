@@ -27,7 +27,10 @@ class ChatWriter:
         self._messages: dict[int, dict[str, Any]] = {}  # parts of a message that is not streamed
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        return self._chunks.frame({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+        return self._chunks.frame({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}, self._times())
+
+    def _times(self) -> dict[str, Any] | None:
+        return self._generation.usage().llama() if self._generation.ready.per_token else None
 
     def start(self) -> bytes:
         """Nothing: a chunk before the first token would be measured as one."""
@@ -80,6 +83,11 @@ class ChatWriter:
 
     def _call_id(self, index: int, call: int) -> str:
         return f"call_{self._identity.id.rpartition('-')[2][:20]}{index:x}{call:02x}"
+
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """A chunk without choices."""
+        extra = {"usage": None} if self._generation.ready.include_usage else {}
+        return frame({**self._identity.head("chat.completion.chunk"), "choices": [], **extra, "prompt_progress": told})
 
     def finish(self, answer: Answer) -> bytes:
         """The one chunk of a choice that says why it ended."""

@@ -39,7 +39,10 @@ class CompletionWriter:
         return found
 
     def _chunk(self, index: int, text: str, reason: str | None, logprobs: Any) -> bytes:
-        return self._chunks.frame({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+        return self._chunks.frame({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}, self._times())
+
+    def _times(self) -> dict[str, Any] | None:
+        return self._generation.usage().llama() if self._generation.ready.per_token else None
 
     def start(self) -> bytes:
         """Nothing before the first token."""
@@ -59,6 +62,11 @@ class CompletionWriter:
             self._begun.add(answer.index)
             text = self._echo[answer.prompt] + text if self._echo else text
         return self._chunk(answer.index, text, None, taken) if text or taken else b""
+
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """A chunk without choices."""
+        extra = {"usage": None} if self._generation.ready.include_usage else {}
+        return frame({**self._identity.head("text_completion"), "choices": [], **extra, "prompt_progress": told})
 
     def finish(self, answer: Answer) -> bytes:
         """The one chunk of a choice that says why it ended."""

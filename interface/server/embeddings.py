@@ -63,6 +63,10 @@ class _Whole:
         """Nothing."""
         return b""
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """Nothing: this interface has no such thing."""
+        return b""
+
     def finish(self, answer: Answer) -> bytes:
         """Nothing."""
         return b""

@@ -75,6 +75,9 @@ class Writer(Protocol):
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
         """Text of an answer that is certain now (may be "" with the first token), and the log-probabilities of its tokens."""
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """How much of a prompt has been read; only of a stream that asked."""
+
     def finish(self, answer: Answer) -> bytes:
         """An answer has ended; `answer.finish_reason` says why."""
 
@@ -266,7 +269,30 @@ class Generation:
     def request(self, number: int, prompt: Any, end_ids: list[int]) -> Request:
         """What the engine is asked for a prompt (i32 [n])."""
         stream = stream_id(number, 0)
-        return Request(prompt, self.params, end_ids, self.request_id, self.ready.salt, stream=stream, constraint=self.constraint)
+        progress = self._on_progress(number) if self.ready.progress else None
+        return Request(
+            prompt,
+            self.params,
+            end_ids,
+            self.request_id,
+            self.ready.salt,
+            stream=stream,
+            constraint=self.constraint,
+            live_timings=self.ready.per_token,
+            on_progress=progress,
+        )
+
+    def _on_progress(self, number: int) -> Callable[[int, int], None]:
+        """For the engine's thread."""
+        put, take = self._runtime.bridge.put, self._take_progress
+        return lambda done, cached: put(take, number, done, cached)
+
+    def _take_progress(self, number: int, done: int, cached: int) -> None:
+        """On the loop: so much of a prompt has been read."""
+        if not self.done.is_set() and self._send is not None:
+            time_ms = round((time.monotonic() - self.submitted_at) * 1e3, 3)
+            told = {"total": len(self.ready.prompts[number]), "cache": cached, "processed": done, "time_ms": time_ms}
+            self._send(self.writer.progress({"index": number, **told} if len(self.ready.prompts) > 1 else told))
 
     def _on_event(self, number: int) -> Callable[[RequestHandle, TokenEvent | None], None]:
         """For the engine's thread."""

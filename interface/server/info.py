@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InvalidRequest
+from ..text.output import detect_reasoning
 from .prepare import parse_body
+from .tools import tool_parser
 
 if TYPE_CHECKING:
     from ..loading import LoadedModel
@@ -54,7 +56,13 @@ def props(runtime: Runtime) -> dict[str, Any]:
         "chat_template": planned.files.chat_template or "",
         "model_path": Path(planned.files.path).name,
         "modalities": {"vision": False, "audio": False},
-        "fastllm": {"defaults": runtime.origins(), "plan": plan, "seed": "drawn for each request that names none; in x-fastllm-seed"},
+        "fastllm": {
+            "defaults": runtime.origins(),
+            "plan": plan,
+            "seed": "drawn for each request that names none; in x-fastllm-seed",
+            "tool_parser": tool_parser(model.template, settings.tool_parser) if model.template else None,
+            "reasoning": detect_reasoning("\0".join(model.template.literals)) if model.template else None,
+        },
     }
 
 

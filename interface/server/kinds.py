@@ -25,6 +25,7 @@ from .prepare import (
     prepare_chat,
     prepare_completion,
     render_text,
+    with_template,
 )
 from .schemas import ChatBody, CountBody, DetokenizeBody, EmbeddingsBody, MessagesBody, RerankBody, ResponsesBody, TokenizeBody
 from .translate import messages_words, raw_tools, renamed, responses_words
@@ -150,13 +151,13 @@ def _json(value: dict[str, Any]) -> bytes:
 def prepare_template(kitchen: Kitchen, raw: bytes) -> bytes:
     """POST /apply-template: the exact prompt of a chat."""
     body: ChatBody = check_body(kitchen, "template", raw, Prepared())
-    return _json({"prompt": render_text(kitchen, body).text})
+    return _json({"prompt": render_text(with_template(kitchen, body), body).text})
 
 
 def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> bytes:
     """POST /v1/chat/completions/input_tokens."""
     body: ChatBody = check_body(kitchen, "input_tokens", raw, Prepared())
-    ids = kitchen.tokenizer.encode_parts(render_text(kitchen, body).parts)
+    ids = kitchen.tokenizer.encode_parts(render_text(with_template(kitchen, body), body).parts)
     return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

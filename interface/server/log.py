@@ -1,4 +1,4 @@
-"""The log: one line for each request, without prompts, answers and keys; and the cause of each inner fault.
+"""The log: one line for each request, without keys, and without prompts and answers unless asked; and the cause of each inner fault.
 
 Lines go to stderr, as text or as JSON. What comes from clients is escaped, so that a line cannot be forged.
 """
@@ -20,10 +20,10 @@ QUIET = frozenset({"/live", "/health", "/ready", "/metrics"})  # polled many tim
 
 
 class Log:
-    """as_json: one JSON object a line. stream: where to, stderr by default."""
+    """as_json: one JSON object a line. prompts: with what clients asked and got. stream: where to, stderr by default."""
 
-    def __init__(self, as_json: bool = False, stream: Any = None):
-        self._as_json, self._stream = as_json, stream
+    def __init__(self, as_json: bool = False, stream: Any = None, prompts: bool = False):
+        self._as_json, self._stream, self._prompts = as_json, stream, prompts
 
     def _write(self, entry: dict[str, Any]) -> None:
         stream = sys.stderr if self._stream is None else self._stream
@@ -56,6 +56,9 @@ class Log:
             usage = generation.usage()
             entry |= {"prompt_tokens": usage.prompt_tokens, "cached": usage.cached_tokens, "tokens": usage.completion_tokens}
             entry |= {"queue_s": round(usage.timings.queue_s, 4), "ttft_s": round(usage.timings.ttft_s, 4)}
+            if self._prompts:
+                entry["prompts"] = [generation.tokenizer.decode(p.tolist(), skip_special=False) for p in generation.ready.prompts]
+                entry["answers"] = [answer.text for answer in generation.answers]
             entry["end"] = "cancelled" if generation.cancelled else "error" if generation.error else "done"
         entry["total_s"] = round(time.monotonic() - visit.started_at, 4)
         self._write(entry)

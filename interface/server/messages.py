@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
@@ -17,6 +17,7 @@ from .sse import event_frame
 __all__ = ["PING", "MessagesWriter"]
 
 PING: Final = event_frame("ping", {})
+_INPUT: Final = TypeAdapter(dict[str, Any])  # of a call that is cut: what is whole of it
 _REASONS: Final = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
@@ -51,7 +52,7 @@ class MessagesWriter:
         text = "" if empty else block.text
         if block.kind == "call":
             call_id = self._ids.setdefault(block.index, f"toolu_{secrets.token_hex(12)}")
-            return {"type": "tool_use", "id": call_id, "name": block.name, "input": from_json(text or "{}", allow_partial=True)}
+            return {"type": "tool_use", "id": call_id, "name": block.name, "input": _INPUT.validate_json(text or "{}", experimental_allow_partial=True)}
         return {"type": "thinking", "thinking": text, "signature": ""} if block.kind == "reasoning" else {"type": "text", "text": text}
 
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
@@ -73,6 +74,10 @@ class MessagesWriter:
     def _close(self) -> bytes:
         block, self._open = self._open, None
         return b"" if block is None else event_frame("content_block_stop", {"index": block.index})
+
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """Nothing: this interface has no such thing."""
+        return b""
 
     def finish(self, answer: Answer) -> bytes:
         """What was held back, and the end of the last block."""

@@ -46,6 +46,7 @@ HISTOGRAMS: Final = (
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
     ("request_generated_tokens", "request_generation_tokens", "Generated tokens of a request.", TOKENS),
     ("step_seconds", None, "Duration of a step.", SECONDS),
+    ("grammar_mask_seconds", None, "Wait of a step for the masks of its grammars.", (0.00001, 0.00003, 0.0001, 0.0003, *SECONDS)),
 )
 
 
@@ -87,6 +88,10 @@ class Metrics:
         """A step has run. In the engine's thread."""
         self._observe("step_tokens", tokens)
         self._observe("step_seconds", seconds)
+
+    def masks(self, seconds: float) -> None:
+        """A step had to wait for masks. In the engine's thread."""
+        self._observe("grammar_mask_seconds", seconds)
 
     def itl(self, seconds: float) -> None:
         """Between two tokens of a request."""

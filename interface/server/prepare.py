@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ __all__ = [
     "prepare_chat",
     "prepare_completion",
     "render_text",
+    "with_template",
 ]
 
 EFFORTS: Final[dict[str, int | None]] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None}
@@ -49,7 +51,7 @@ PART_KEYS: Final = frozenset(
 class Prepared:
     """What a route needs to start.
 
-    prompts: token ids, i32 [n] each. params: of every prompt. echo: texts that precede the answers, one a prompt. ignored: fields
+    prompts: token ids, i32 [n] each. params: of every prompt. per_token, progress: chunks tell times, and how far the prompt is. echo: texts that precede the answers, one a prompt. ignored: fields
     that have no effect here. warnings: what is done otherwise than asked. constraint: what each answer must look like
     (`constraints.wanted_constraint`, `tools.calls_constraint`). thinking: the model's markers of reasoning, whether the prompt ends inside, the
     budget, and whether the constraint begins behind it. output: how its text is read (`tools.OutputSpec` as plain data). detail: what only one
@@ -60,6 +62,8 @@ class Prepared:
     params: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = False
     include_usage: bool = False
+    per_token: bool = False
+    progress: bool = False
     echo: list[str] | None = None
     salt: str = ""
     skip_special: bool = True
@@ -121,7 +125,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
     body = parse_body(raw)
     for name, instead in REFUSED[kind].items():
-        if body.get(name) is not None:
+        if body.get(name) is not None and not (name == "chat_template" and kitchen.request_template and kind != "completion"):
             raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
     modalities = body.get("modalities")
     if modalities is not None and modalities != ["text"]:
@@ -212,6 +216,9 @@ def sampling_params(kitchen: Kitchen, body: Sampling, ready: Prepared, **more: A
     ready.stream = bool(body.stream)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", who="stream_options", fix="leave it out", param="stream_options")
+    if body.return_progress and not body.stream:
+        raise InvalidRequest("return_progress needs stream: true", who="return_progress", fix="leave it out", param="return_progress")
+    ready.per_token, ready.progress = bool(body.timings_per_token), bool(body.return_progress)
     ready.include_usage = bool(body.stream_options and body.stream_options.include_usage)
     ready.skip_special = body.skip_special_tokens is not False
     ready.include_stop = bool(body.include_stop_str_in_output)
@@ -260,8 +267,17 @@ def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/chat/completions."""
     ready = Prepared()
     body: ChatBody = check_body(kitchen, "chat", raw, ready)
-    chat(kitchen, body, ready)
+    chat(with_template(kitchen, body), body, ready)
     return ready
+
+
+def with_template(kitchen: Kitchen, body: ChatBody) -> Kitchen:
+    """The kitchen, with the template that the body brings (--allow-request-template). Raises TemplateError."""
+    if body.chat_template is None:
+        return kitchen
+    made = copy(kitchen)
+    made.template = _template(kitchen).with_source(body.chat_template)
+    return made
 
 
 def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: Mapping[str, tuple[str, str]] | None = None) -> None:

@@ -159,6 +159,10 @@ class ResponsesWriter:
             self._early = entries
         return frames
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """Nothing: this interface has no such thing."""
+        return b""
+
     def finish(self, answer: Answer) -> bytes:
         """What was held back, and the end of the last item; an answer of nothing is an empty message."""
         frames = self.piece(answer, "", []) if answer.parser is not None else b""

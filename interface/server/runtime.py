@@ -40,7 +40,7 @@ class Runtime:
     def __init__(self, settings: ServerSettings, log: Log | None = None, defaults: SamplingParams | None = None):
         from ..core.sampling import SamplingParams
 
-        self.settings, self.log = settings, log or Log(settings.json_log)
+        self.settings, self.log = settings, log or Log(settings.json_log, prompts=settings.log_prompts)
         self.bridge = Bridge(asyncio.get_running_loop())
         self.metrics = Metrics(self, settings.metrics_aliases)
         self.loaded: LoadedModel | None = None
@@ -74,11 +74,14 @@ class Runtime:
             "max_n": settings.max_n,
             "strict": settings.strict,
             "strict_model": settings.strict_model,
+            "tool_parser": settings.tool_parser,
+            "reasoning_format": settings.reasoning_format,
+            "request_template": settings.request_template,
         }
         self.pool = PreparerPool(kitchen, settings.preparers)
         await self.pool.start()
         self.defaults = self._flags.merged_with(loaded.defaults)
-        loaded.engine.on_step = self.metrics.step
+        loaded.engine.on_step, loaded.engine.on_masks = self.metrics.step, self.metrics.masks
         self.loaded = loaded
         self._ticker = asyncio.create_task(self._tick())
 

@@ -88,6 +88,8 @@ class Sampling(Body):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    timings_per_token: bool | None = Field(None, description="Each chunk has the times so far.")
+    return_progress: bool | None = Field(None, description="A stream tells how much of the prompt has been read.")
     cache_prompt: bool | None = Field(None, description="False: neither read nor share cached prompts.")
     cache_salt: Salt | None = Field(None, description="Prompts share the cache only under an equal salt.")
     structured_outputs: StructuredOutputs | None = Field(None, description="What the answer must look like.")
@@ -163,6 +165,7 @@ class ChatBody(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
+    chat_template: str | None = Field(None, description="Only with --allow-request-template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
     response_format: dict[str, Any] | None = Field(None, description='{"type": "text" | "json_object" | "json_schema", …}.')
     reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high.")
@@ -384,9 +387,7 @@ BODIES: Final[dict[str, type[Body]]] = {
 """Kind of a body -> its model."""
 
 _COMMON_REFUSED: Final = {
-    "timings_per_token": "the timings are in the last chunk (stream_options.include_usage)",
-    "return_progress": "",
-    "chat_template": "the template is the model's",
+    "chat_template": "the template is the model's, unless the server runs with --allow-request-template",
 }
 _CHAT_REFUSED: Final = (
     _COMMON_REFUSED

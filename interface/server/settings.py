@@ -22,7 +22,8 @@ class ServerSettings:
     new tokens of a request that does not say. max_body: bytes. drain_s: seconds that running requests get at the end. queue_timeout_s:
     seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. web: the
     page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates. key_concurrent, key_per_minute:
-    requests of one key, None: no limit.
+    requests of one key, None: no limit. tool_parser: a name of `text.output.FORMATS`, or auto; reasoning_format: none leaves reasoning in the
+    content. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -50,6 +51,10 @@ class ServerSettings:
     embedding: str | None = None
     key_concurrent: int | None = None
     key_per_minute: int | None = None
+    tool_parser: str = "auto"
+    reasoning_format: str = "auto"
+    request_template: bool = False
+    log_prompts: bool = False
 
     @property
     def name(self) -> str:

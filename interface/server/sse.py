@@ -43,10 +43,12 @@ class Chunks:
     def __init__(self, head: dict[str, Any], extra: dict[str, Any]):
         before, _, after = encode({**head, "choices": [0], **extra}).partition('"choices":[0]')
         self._before, self._after = f'data: {before}"choices":['.encode(), f"]{after}\n\n".encode()
+        self._more = self._after[1:]
 
-    def frame(self, choice: dict[str, Any]) -> bytes:
-        """`frame({**head, "choices": [choice], **extra})`."""
-        return self._before + encode(choice).encode() + self._after
+    def frame(self, choice: dict[str, Any], timings: dict[str, Any] | None = None) -> bytes:
+        """`frame({**head, "choices": [choice], **extra})`, with `timings` where there are some."""
+        after = self._after if timings is None else b'],"timings":' + encode(timings).encode() + self._more
+        return self._before + encode(choice).encode() + after
 
 
 def event_frame(name: str, data: dict[str, Any]) -> bytes:

@@ -21,7 +21,7 @@ from .schemas import AllowedChoice, ChatBody, NamedChoice
 if TYPE_CHECKING:
     from ..text import ChatTemplate, Tokenizer
 
-__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "markers", "messages_for", "output_spec", "tool_use"]
+__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
 
 DESCRIPTION: Final = (
     "You may call functions. They are given as JSON within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -83,8 +83,7 @@ def tool_use(
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice asks for a call, but there are no tools", who="tool_choice", fix="send tools", param="tool_choice")
         return ToolUse()
-    detected = detect_format("\0".join(template.literals)) if template.supports_tools else None
-    format = detected or "hermes" if parser == "auto" else parser
+    format = tool_parser(template, parser)
     if choice == "none":
         return ToolUse(banned=tuple(m for m in FORMATS[format].markers if len(m) > 1))
     one = body.parallel_tool_calls is False
@@ -97,7 +96,17 @@ def tool_use(
     if texts:
         format = "hermes"
     strict = asked == "required" or any(t["function"].get("strict") for t in tools)
-    return ToolUse(tools, template.supports_tools and detected is not None, format, schemas, asked, one, strict or bool(texts), raw=texts)
+    return ToolUse(tools, _native(template), format, schemas, asked, one, strict or bool(texts), raw=texts)
+
+
+def tool_parser(template: ChatTemplate, asked: str = "auto") -> str:
+    """The form in which calls are read: what was asked for, or what the template speaks of, else hermes."""
+    return (detect_format("\0".join(template.literals)) or "hermes" if _native(template) else "hermes") if asked == "auto" else asked
+
+
+def _native(template: ChatTemplate) -> bool:
+    """The template writes tools, in a form that is known."""
+    return template.supports_tools and detect_format("\0".join(template.literals)) is not None
 
 
 def _chosen(schemas: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -259,9 +259,11 @@ class Script:
         """One step."""
         if not len(batch.sample_rows):
             return self._runner.run(batch)
-        rows = batch.sampler()
+        sampler = batch.sampler
+        rows = sampler()
         batch.sampler = lambda: rows
         result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
+        batch.sampler = sampler  # the next step may use this batch again
         self._at += 1
         if rows.mask is None or rows.mask[0][token // 32] >> (token % 32) & 1:
             result.ids[0] = token
