@@ -391,3 +391,13 @@ def test_a_stale_part_a_dead_link_and_a_wrong_option_are_found():
     parse(["backends", "show", "cpu_avx"])
     assert list(command_lines("```sh\nmake x && fastllm list  # all\ncat a | fastllm run -i\n```")) == ["fastllm list", "fastllm run -i"]
     assert environment_variables('os.environ.get("FASTLLM_X")') == {"FASTLLM_X"}
+
+
+def test_the_order_of_attention_sums_is_the_one_of_the_kernels() -> None:
+    from fastllm.backends.cpu_avx.lower import KEY_RANGE
+
+    header = read("backends/cpu_avx/native/kernels.h")
+    sizes = {name: int(re.search(rf"\b{name} = (\d+)", header)[1]) for name in ("FL_RANGE", "FL_SUB")}
+    assert sizes["FL_RANGE"] == KEY_RANGE
+    text = " ".join(read("docs/numerics.md").split())
+    assert f"keys in steps of {sizes['FL_SUB']} at fixed places of the context. Steps are summed within ranges of {KEY_RANGE} keys" in text

@@ -93,7 +93,7 @@ static int64_t first_key(const fl_attention *a, int64_t position) {
     return a->window > 0 && position - a->window + 1 > lo ? position - a->window + 1 : lo;
 }
 
-/* Units of this run, and whether they are cut into key ranges: only if there are few to share otherwise. Partial results of i5 (row, range)
+/* Units of this run, and whether they are cut into key ranges: only if there are few to share otherwise. Partial results of i4 (row, range)
  * pairs have room; a longer context is done some ranges at a time. */
 static void attention_resolve(const fl_program *p, fl_instruction *ins) {
     fl_attention *a = &ins->attention;

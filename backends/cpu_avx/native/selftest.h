@@ -5,10 +5,10 @@
 
 enum { FL_AGREE, FL_DIFFER, FL_CRASHED, FL_UNTESTED };
 
-/* Compares the two on made-up weights of every layout: equal bits for block formats, close results for bf16. FL_AGREE, FL_DIFFER, or
- * FL_UNTESTED where there is no memory. */
+/* Compares the two on made-up weights of every layout, alone and in pairs (gate and up, quantised at once): equal bits for block formats,
+ * close results for bf16. FL_AGREE, FL_DIFFER, or FL_UNTESTED where there is no memory. */
 int fl_compare_kernels(const fl_linear_ops *tested, const fl_linear_ops *trusted);
-/* The same in a child process, so that a fault ends the child only: FL_CRASHED. */
+/* The same in a child process, so that a fault ends the child only: FL_CRASHED. FL_UNTESTED also where there is no process. */
 int fl_compare_in_child(const fl_linear_ops *tested, const fl_linear_ops *trusted);
 
 #endif

@@ -145,14 +145,6 @@ FL_INLINE uint16_t to_half1(float x) {
     a += 0xfffu + ((a >> 13) & 1u);
     return (uint16_t)(sign | ((a - 0x38000000u) >> 13));
 }
-FL_INLINE void to_half8(const float *x, uint16_t *to) {
-#if defined(__F16C__)
-    __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(x), 0); /* to nearest even; the same NaN as to_half1 */
-    memcpy(to, &h, sizeof h);
-#else
-    for (int i = 0; i < 8; i++) to[i] = to_half1(x[i]);
-#endif
-}
 FL_INLINE float bfloat1(uint16_t h) {
     uint32_t bits = (uint32_t)h << 16;
     float out;

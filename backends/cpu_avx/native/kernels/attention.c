@@ -558,23 +558,12 @@ static void store_keys(const float *x, int64_t ld, int32_t n, int32_t dim, int d
     }
 }
 
-/* One row of keys or values into the cache: element i at to[i · step]; scale: where that of the first group of int8 goes, those of the
- * others `scales` places behind one another. */
+/* One row of keys or values into the cache: element i at to[i], of int8 at to[i · step]; scale: where that of the first group of int8
+ * goes, those of the others `scales` places behind one another. */
 static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale, int64_t scales) {
-    if (step == 1 && (dtype == FL_DT_F16 || dtype == FL_DT_BF16)) {
+    if (dtype == FL_DT_F32) memcpy(to, x, (size_t)n * sizeof(float));
+    else if (dtype == FL_DT_F16 || dtype == FL_DT_BF16) {
         for (int32_t i = 0; i < n; i += 16) store_short(x + i, n - i < 16 ? n - i : 16, dtype, to + 2 * i);
-    } else if (dtype == FL_DT_F32) {
-        for (int32_t i = 0; i < n; i++) ((float *)to)[i * step] = x[i];
-    } else if (dtype == FL_DT_F16) {
-        uint16_t *h = (uint16_t *)to, eight[8];
-        int32_t i = 0;
-        for (; i + 8 <= n; i += 8) {
-            to_half8(x + i, eight);
-            for (int32_t o = 0; o < 8; o++) h[(i + o) * step] = eight[o];
-        }
-        for (; i < n; i++) h[i * step] = to_half1(x[i]);
-    } else if (dtype == FL_DT_BF16) {
-        for (int32_t i = 0; i < n; i++) ((uint16_t *)to)[i * step] = to_bfloat1(x[i]);
     } else {
         for (int32_t i = 0; i < n; i += FL_KV_GROUP)
             scale[i / FL_KV_GROUP * scales] =

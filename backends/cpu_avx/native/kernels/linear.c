@@ -2,7 +2,7 @@
  *
  * Few rows, "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for four rows; a tile
  * is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed. More rows take the same
- * strip again, out of L2, up to the number of rows where unpacking once is quicker (direct_rows).
+ * strip again, out of L2, up to the number of rows where unpacking once is quicker (DIRECT_ROWS).
  *
  * Many rows, "prefill": limited by multiply-adds. A chunk of 256 k x 32 outputs is unpacked once to one byte per code, in L1
  *     chunk.codes: [tile of 32 k][step of 4 k][32 rows][4 k]   8 KB          chunk.sw, msw, mw: [group][32 rows]
