@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 
 from fastllm.core.errors import InvalidRequest
 
+from .stops import StopFinder
 from .tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer"]
+__all__ = ["IncrementalDetokenizer", "special_stops"]
 
 
 class IncrementalDetokenizer:
@@ -30,13 +31,9 @@ class IncrementalDetokenizer:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest("stop must be a list of non-empty texts.", who="stop")
         self._tokenizer, self._skip_special, self._keep = tokenizer, skip_special, frozenset(keep)
-        self._stops = tuple(dict.fromkeys(stop))
-        self._first = frozenset(text[0] for text in self._stops)
-        self._longest = max(map(len, self._stops), default=0)
-        ids = ((tokenizer.piece_to_id(text), text) for text in self._stops)
-        self._stop_ids = {index: text for index, text in ids if index is not None and index in tokenizer.special_ids}
+        self._finder = StopFinder(stop)
+        self._stop_ids = special_stops(tokenizer, stop)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str:
@@ -57,32 +54,12 @@ class IncrementalDetokenizer:
         return self._release(self._utf8.decode(b"", final=True), final=True)
 
     def _release(self, new: str, final: bool) -> str:
-        if not self._stops:
-            return new
-        text = self._held + new
-        found = self._find(text, len(self._held))
-        if found is not None:
-            start, self.stopped = found
-            self._held = ""
-            return text[:start]
-        keep = len(text) if final else self._hold_from(text)
-        self._held = text[keep:]
-        return text[:keep]
+        text = self._finder.push(new, final=final)
+        self.stopped = self._finder.stopped
+        return text
 
-    def _find(self, text: str, old: int) -> tuple[int, str] | None:
-        """The stop that is complete first, and of those the one that begins first: (where it begins, stop)."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop, max(0, old - len(stop) + 1))
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else (best[1], best[2])
 
-    def _hold_from(self, text: str) -> int:
-        """Where the text begins to be a possible beginning of a stop; its length if nowhere."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._first:
-                tail = text[start:]
-                if any(stop.startswith(tail) for stop in self._stops):
-                    return start
-        return len(text)
+def special_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> dict[int, str]:
+    """Ids of the stop texts that are exactly one special token."""
+    ids = ((tokenizer.piece_to_id(text), text) for text in stops)
+    return {index: text for index, text in ids if index is not None and index in tokenizer.special_ids}

@@ -7,8 +7,9 @@ from typing import Any
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
 from ..text.output import Delta
+from .answer import Answer
 from .answers import Identity, error_body
-from .generation import Answer, Generation, Usage
+from .generation import Generation, Usage
 from .logprobs import chat_entry
 from .reading import read
 from .sse import DONE, Chunks, frame

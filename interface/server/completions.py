@@ -6,8 +6,9 @@ from typing import Any
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
+from .answer import Answer
 from .answers import Identity, error_body
-from .generation import Answer, Generation, Usage
+from .generation import Generation, Usage
 from .logprobs import LegacyLogprobs
 from .sse import DONE, Chunks, frame
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from ..core.errors import EngineError, FastLLMError, InvalidRequest
 from ..core.request import Request, RequestHandle, TokenEvent, TokenLogprobs
+from .answer import Answer
 from .answers import Identity
-from .generation import Answer, Generation, Usage
+from .generation import Generation, Usage
 
 __all__ = ["EmbeddingsWriter", "RerankWriter", "Vectors"]
 

@@ -9,18 +9,17 @@ between text and writer (tool calls, reasoning) belongs into `Answer.feed`; cons
 from __future__ import annotations
 
 import asyncio
-import codecs
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
 from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from ..core.sampling import effective_seed, stream_id
-from ..text import IncrementalDetokenizer, Tokenizer
+from ..text import Tokenizer
 from ..text.output import FORMATS, REASONING, OutputParser
+from .answer import Answer
 from .prepare import Prepared
 from .tools import OutputSpec, markers
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .sse import Outbox
 
-__all__ = ["Answer", "Generation", "Usage", "Writer"]
+__all__ = ["Generation", "Usage", "Writer"]
 
 
 @dataclass(frozen=True)
@@ -89,96 +88,6 @@ class Writer(Protocol):
 
     def body(self, usage: Usage) -> dict[str, Any]:
         """The whole answer."""
-
-
-class _Entry(NamedTuple):
-    """Log-probabilities of a token, its bytes, and the characters of the answer that it begins and ends in."""
-
-    logprobs: TokenLogprobs
-    raw: bytes
-    start: int
-    end: int
-
-
-class Answer:
-    """One choice of one prompt: its text as it becomes certain.
-
-    finish_reason: stop, length, or None while it goes on; stopped: the stop text that ended it. text: all of it so far.
-    """
-
-    def __init__(self, generation: Generation, prompt: int, choice: int, index: int):
-        self.prompt, self.choice, self.index = prompt, choice, index
-        self._ready, self._tokenizer = generation.ready, generation.tokenizer
-        stops = self._ready.params.stop or ()
-        keep = generation.kept_ids
-        self._detokenizer = IncrementalDetokenizer(self._tokenizer, stop=stops, skip_special=self._ready.skip_special, keep=keep)
-        self.parser = generation.make_parser()
-        self.reasoning_tokens = 0
-        self.parts: list[str] = []
-        self.num_tokens = 0
-        self.last_token_at: float | None = None
-        self.finish_reason: str | None = None
-        self.stopped: str | None = None
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._entries: deque[_Entry] = deque()  # not sent yet
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoded = self._released = 0  # characters of the tokens so far, and of the text that was given out
-
-    @property
-    def text(self) -> str:
-        """What has been given out."""
-        return "".join(self.parts)
-
-    def feed(self, event: TokenEvent) -> tuple[str, list[tuple[TokenLogprobs, int | None]]]:
-        """Takes an event; gives the text that is certain now, and the log-probabilities of its tokens with the bytes of each that
-        are in the text (None: all)."""
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        text, token = "", event.token_id
-        if token is not None:
-            self.num_tokens += 1
-            if event.finish_reason != "stop" and token < self._tokenizer.vocab_size:
-                text = self._detokenizer.push(token)
-                if event.logprob is not None:
-                    self._note(TokenLogprobs(token, event.logprob, event.top_logprobs or ()))
-        reason = event.finish_reason
-        if self._detokenizer.stopped is None and reason is not None:
-            text += self._detokenizer.finish()
-        if self._detokenizer.stopped is not None:
-            reason, self.stopped = "stop", self._detokenizer.stopped
-            if self._ready.include_stop:
-                text += self.stopped
-        elif reason == "stop" and self._ready.include_stop and token is not None and token in (self._ready.params.stop_token_ids or ()):
-            text += self._tokenizer.decode_bytes(token, skip_special=False).decode("utf-8", "replace")
-        self.finish_reason = reason
-        if text:
-            self.parts.append(text)
-        return text, self._due(text) if self._entries else []
-
-    def _note(self, logprobs: TokenLogprobs) -> None:
-        """Remembers a token's log-probabilities until its characters have been given out."""
-        raw = self._tokenizer.decode_bytes(logprobs.token_id, skip_special=self._ready.skip_special)
-        broken = bool(self._utf8.getstate()[0]) and not (raw[:1] and 0x80 <= raw[0] < 0xC0)  # the U+FFFD belongs to the token before
-        start = self._decoded + broken
-        self._decoded += len(self._utf8.decode(raw))
-        half = bool(self._utf8.getstate()[0])  # it ends inside of a character
-        self._entries.append(_Entry(logprobs, raw, start, self._decoded + half))
-
-    def _due(self, text: str) -> list[tuple[TokenLogprobs, int | None]]:
-        """Log-probabilities of the tokens whose characters have all been given out; at a stop text also of the one that it cuts."""
-        self._released += len(text)
-        due: list[tuple[TokenLogprobs, int | None]] = []
-        whole = self.finish_reason is not None and self.stopped is None
-        while self._entries and (self._entries[0].end <= self._released or whole):
-            entry = self._entries.popleft()
-            due.append((entry.logprobs, None if entry.raw else 0))
-        if self.stopped is not None and self._entries:
-            first = self._entries[0]
-            if first.start < self._released:
-                kept = first.raw.decode("utf-8", "replace")[: self._released - first.start]
-                due.append((first.logprobs, min(len(kept.encode()), len(first.raw))))
-            self._entries.clear()
-        return due
 
 
 class Generation:

@@ -9,8 +9,9 @@ from pydantic import TypeAdapter
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
+from .answer import Answer
 from .answers import Identity, error_body
-from .generation import Answer, Generation, Usage
+from .generation import Generation, Usage
 from .reading import Block, Blocks, read
 from .sse import event_frame
 

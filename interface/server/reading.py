@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..text.output import Delta
 
 if TYPE_CHECKING:
-    from .generation import Answer, Generation
+    from .answer import Answer
+    from .generation import Generation
 
 __all__ = ["Block", "Blocks", "read"]
 

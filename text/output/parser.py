@@ -66,6 +66,11 @@ class OutputParser:
         """A call has begun and is not complete."""
         return self._region is not None and self._region.pending
 
+    @property
+    def num_pending(self) -> int:
+        """Characters at the end of what was fed of which nothing has been said yet."""
+        return len(self._text) + len(self._blank) + (0 if self._region is None else len(self._region.unread))
+
     def feed(self, text: str) -> list[Delta]:
         """The next text; returns what can no longer change."""
         self._text += text
