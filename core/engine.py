@@ -331,7 +331,7 @@ class Engine:
                 job.handle.started = True
                 with self._wake:
                     self._num_queued -= 1
-        self._decodes = sum(part.num_tokens == 1 for part in step.slices)
+        self._decodes = sum(part.num_tokens == 1 and part.sequence.decodes for part in step.slices)  # not the last token of a prompt
         self._held = any(part.sequence.owner.constraint is not None for part in step.slices)
         self._states = self._sampler_states(step)
         step.batch.sampler = lambda: self._rows(step)

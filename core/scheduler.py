@@ -90,6 +90,11 @@ class Sequence:
         """It has a place and may hold blocks."""
         return self.slot >= 0
 
+    @property
+    def decodes(self) -> bool:
+        """Its prompt is computed."""
+        return self.num_computed >= self.num_prompt
+
     def append(self, token_id: int) -> None:
         """Adds a generated token."""
         if self.num_tokens == len(self.tokens):
@@ -154,7 +159,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by policy
         self.parked: list[Sequence] = []  # set aside until their owner wants them again
         self.num_preemptions = 0
-        self.prompt_budget: Callable[[], int | None] = lambda: None  # tokens of prompts in a step that others decode in; None: all there is room for
+        self.prompt_budget: Callable[[int], int | None] = lambda num_decodes: None  # tokens of prompts in a step of so many decodes; None: all there is room for
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._tables = np.zeros((self.max_running, max_blocks), I32)  # row: slot; columns: the sequence's blocks
         self._steps = np.arange(max_tokens, dtype=I32)
@@ -236,7 +241,7 @@ class Scheduler:
         if not slices:  # only the last one left can fail, by a copy it lacks the block for; it starts again with the whole cache
             return self.schedule() if self.waiting else None
         step = ScheduledStep(slices, copies, self._build(slices))
-        if len(slices) == len(self.running) and all(p.num_tokens == p.num_rows == 1 and p.start + 1 >= p.sequence.num_prompt for p in slices):
+        if len(slices) == len(self.running) and all(p.num_tokens == p.num_rows == 1 and p.sequence.decodes for p in slices):
             self._last = step
         return step
 
@@ -324,7 +329,8 @@ class Scheduler:
         if not prompts:
             return counts
         budget = self.max_tokens - len(counts)
-        if counts and (most := self.prompt_budget()) is not None:
+        decodes = sum(sequence.decodes for sequence in self.running if sequence.slot in counts)
+        if decodes and (most := self.prompt_budget(decodes)) is not None:
             budget = min(budget, most)
         wanted = self._wanted(prompts)
         if self.policy == "shortest-remaining":

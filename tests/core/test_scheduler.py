@@ -99,7 +99,7 @@ class Bench:
 
 def test_a_budget_bounds_prompts_beside_decodes_and_nothing_else():
     bench = Bench(prefix_cache=False, max_tokens=64)
-    bench.scheduler.prompt_budget = lambda: 5
+    bench.scheduler.prompt_budget = lambda num_decodes: 5
     (stream,) = bench.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=20)
     assert [p.num_tokens for p in bench.step().slices] == [9]
     (late,) = bench.submit(list(range(1, 13)), max_new=2)
@@ -110,6 +110,23 @@ def test_a_budget_bounds_prompts_beside_decodes_and_nothing_else():
         chunks.append(counts[late])
     assert chunks == [5, 5, 2]
 
+
+def test_the_budget_is_asked_for_the_sequences_that_decode_and_may_leave_prompts_out_of_a_step():
+    """The last token of a prompt is no decode, also where it is a sequence's only one."""
+    bench, asked, budgets = Bench(prefix_cache=False, max_tokens=64), [], [0, 11, 0, 5]
+
+    def budget(num_decodes):
+        asked.append(num_decodes)
+        return budgets[len(asked) - 1]
+
+    bench.scheduler.prompt_budget = budget
+    bench.submit([1, 2, 3], max_new=20)
+    bench.step()
+    bench.submit(list(range(1, 13)), max_new=2)
+    assert [[p.num_tokens for p in bench.step().slices] for _ in range(2)] == [[1], [1, 11]]
+    bench.submit(list(range(1, 4)), max_new=2)
+    assert [[p.num_tokens for p in bench.step().slices] for _ in range(2)] == [[1, 1], [1, 1, 3]]
+    assert asked == [1, 1, 1, 2]
 
 
 def test_a_prompt_is_cut_to_the_budget_and_sampled_once():
