@@ -131,7 +131,7 @@ class _Wrapped:
         self.special_token_ids = sorted(tokenizer.special_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False, parse_special=False)
+        return self._tokenizer.encode_continued(text.decode("utf-8", "replace"))  # of a grammar's forced bytes: not one blank more
 
 
 class GrammarCompiler:

@@ -7,6 +7,7 @@ answer, and what is put before a prompt. Called by `Tokenizer.from_tokenizer_jso
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -65,6 +66,7 @@ def read_tokenizer_json(
         byte_ids={} if byte_level else {i: int(m[1], 16) for i, p in enumerate(pieces) if (m := BYTE_PIECE.match(p))},
         strips_space=_strips_space(document.get("decoder")),
         tail=_tail_builder(document, markers),
+        continued=_continued_builder(document, markers),
     )
     _name_ids(vocabulary, ids, document, config, special_tokens_map, generation_config)
     return vocabulary
@@ -183,14 +185,40 @@ def _strips_space(decoder: Any) -> bool:
 
 def _tail_builder(document: dict[str, Any], markers: list[dict[str, Any]]) -> Callable[[], tokenizers.Tokenizer] | None:
     """For `prepend_scheme: first`: a second object without the blank, for text behind a marker (it is not at the start)."""
-    first = [s for s in _steps(document.get("pre_tokenizer")) if s.get("type") == "Metaspace" and s.get("prepend_scheme") == "first"]
-    if not first:
+    return _builder(document, markers, lambda step: step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first")
+
+
+def _continued_builder(document: dict[str, Any], markers: list[dict[str, Any]]) -> Callable[[], tokenizers.Tokenizer] | None:
+    """Where the library puts a blank in front of text: a second object that never does."""
+    return _builder(document, markers, _puts_blank)
+
+
+def _puts_blank(step: Mapping[str, Any]) -> bool:
+    kind = step.get("type")
+    if kind == "Metaspace":
+        return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space") is not False
+    return kind == "Prepend" or (kind == "ByteLevel" and step.get("add_prefix_space", True) is True)
+
+
+def _builder(
+    document: dict[str, Any], markers: list[dict[str, Any]], wanted: Callable[[Mapping[str, Any]], bool]
+) -> Callable[[], tokenizers.Tokenizer] | None:
+    """Makes the library object of a document whose wanted steps put no blank in front; None if there are none."""
+    copied = {key: copy.deepcopy(document[key]) for key in ("normalizer", "pre_tokenizer") if key in document}
+    found = [step for part in copied.values() for step in _steps(part) if wanted(step)]
+    if not found:
         return None
+    for step in found:
+        if step["type"] == "Metaspace":
+            step["prepend_scheme"] = "never"
+        if step["type"] == "Prepend":
+            step["prepend"] = ""
+        elif step["type"] == "ByteLevel" or "add_prefix_space" in step:
+            step["add_prefix_space"] = False
 
     def build() -> tokenizers.Tokenizer:
-        for step in first:
-            step["prepend_scheme"] = "never"
-        library = guarded(lambda: tokenizers.Tokenizer.from_str(json.dumps(document)), "tokenizer.json cannot be used")
+        text = json.dumps({**document, **copied})
+        library = guarded(lambda: tokenizers.Tokenizer.from_str(text), "tokenizer.json cannot be used")
         _prepare(library, markers)
         return library
 

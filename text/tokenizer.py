@@ -46,6 +46,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._library = vocabulary.library
         self._tail: tokenizers.Tokenizer | None = None
+        self._continued: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
         self._ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
         self._bytes: dict[int, bytes] = {}
@@ -114,6 +115,17 @@ class Tokenizer:
             if suffix and tuple(ids[len(ids) - len(suffix) :]) != suffix:
                 ids += suffix
         return ids
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Ids of text that goes on behind other text, as an answer does: no blank is put in front, and no special token is read."""
+        ids: list[int] = []
+        at = 0
+        for start, end, token in self._find(text, [(text, False)], self._vocabulary.space_prefix == "control"):
+            if start > at:
+                ids += self._run(text[at:start], self._continued_library())
+            ids.append(token.id)
+            at = end
+        return ids + self._run(text[at:], self._continued_library()) if at < len(text) else ids
 
     def _split(self, text: str, parts: Sequence[tuple[str, bool]], after: str, controls_only: bool = False) -> list[int]:
         ids: list[int] = []
@@ -237,6 +249,13 @@ class Tokenizer:
         if self._tail is None:
             self._tail = self._vocabulary.tail()
         return self._tail
+
+    def _continued_library(self) -> tokenizers.Tokenizer:
+        if self._vocabulary.continued is None:
+            return self._tail_library()
+        if self._continued is None:
+            self._continued = self._vocabulary.continued()
+        return self._continued
 
     # decoding ----------------------------------------------------------------------------------------------------------
 

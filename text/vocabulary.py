@@ -67,7 +67,7 @@ class Vocabulary:
     escaped: added tokens are looked for in text whose blanks are written "▁", as SentencePiece does.
     space_prefix: where "▁" is put before text: `never` (or the library does it itself), at the start and after `control`
     tokens (SentencePiece), or at the start and after every `added` token (llama.cpp). tail: builds the library object for text that does not
-    start the prompt, where that differs.
+    start the prompt, where that differs. continued: the same for text in the middle of other text, where that differs from `tail`.
     """
 
     pieces: list[str]
@@ -86,6 +86,7 @@ class Vocabulary:
     strips_space: bool = False
     escaped: bool = False
     tail: Callable[[], tokenizers.Tokenizer] | None = None
+    continued: Callable[[], tokenizers.Tokenizer] | None = None
 
 
 # typed getters ---------------------------------------------------------------------------------------------------------

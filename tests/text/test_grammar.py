@@ -8,6 +8,8 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers as hf
+from tokenizers import pre_tokenizers
 
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
@@ -32,6 +34,60 @@ def compiler(tokenizer):
 def allowed(mask):
     """Ids that a mask lets through."""
     return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(mask) * 32])[0].tolist()
+
+
+BLANK_FIRST = ["byte_level", "metaspace", "metaspace_first", "prepend", "gguf"]
+
+
+def tokenizer_with_a_blank_first(kind):
+    """Tokenizers that put a blank in front of every text, in every way that one may; characters are pieces."""
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    if kind == "byte_level":
+        library = byte_tokenizer()
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        return Tokenizer.from_tokenizer_json(library.to_str().encode(), settings)
+    letters = [chr(c) for c in range(33, 127)]
+    if kind == "gguf":
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *letters]
+        return Tokenizer.from_gguf({
+            "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.scores": [0.0] * len(pieces), "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 95,
+            "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        })  # fmt: skip
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", "▁", *letters])}
+    library = hf.Tokenizer(hf.models.BPE(vocabulary, [], unk_token="<unk>"))
+    if kind == "prepend":
+        library.normalizer = hf.normalizers.Sequence([hf.normalizers.Prepend("▁"), hf.normalizers.Replace(" ", "▁")])
+    else:
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "metaspace_first" else "always", split=False)
+    library.decoder = hf.decoders.Sequence([hf.decoders.Replace("▁", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse(), hf.decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens([hf.AddedToken(s, special=True, normalized=False) for s in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer.from_tokenizer_json(library.to_str().encode(), settings)
+
+
+@pytest.mark.parametrize("kind", BLANK_FIRST)
+def test_a_tokenizer_that_puts_a_blank_first_puts_none_in_a_grammars_text(kind):
+    tokenizer = tokenizer_with_a_blank_first(kind)
+    start = tokenizer.encode("a b", add_special=False, parse_special=False)
+    assert tokenizer.decode(start, skip_special=False) == " a b"
+    assert tokenizer.encode_continued("a b") == start[1:]
+    assert tokenizer.encode_continued(" a") == start[:2]
+    assert tokenizer.encode_continued("") == []
+    compiler = GrammarCompiler(tokenizer, 400)
+    matcher = compiler.choice(["ab c"])()
+    assert tokenizer.decode(matcher.forced(), skip_special=False) == "ab c"
+    matcher = compiler.json_object()()
+    assert not matcher.accept(tokenizer.encode_continued("{")[0])
+    assert matcher.accept(tokenizer.encode_continued("}")[0])
+    schema = {"type": "object", "properties": {"name": {"const": "x y"}}, "required": ["name"], "additionalProperties": False}
+    text, complete = walk(tokenizer, compiler.json_schema(schema), 0)
+    assert complete
+    assert json.loads(text) == {"name": "x y"}
+
+
+def test_nor_does_sentencepiece(piece_tokenizer):
+    assert piece_tokenizer.decode(piece_tokenizer.encode("ab c", add_special=False, parse_special=False), skip_special=False) == " ab c"
+    matcher = GrammarCompiler(piece_tokenizer, piece_tokenizer.vocab_size).choice(["ab c"])()
+    assert piece_tokenizer.decode(matcher.forced(), skip_special=False) == "ab c"
 
 
 def walk(tokenizer, grammar, seed, limit=400):
