@@ -1,12 +1,13 @@
 """The self-test of a backend that is opened for the first time: one `linear` against the oracle, and eight greedy tokens of a tiny model.
 
-It takes a fraction of a second and is no substitute for the suite: it finds a driver that is broken as a whole, before its numbers reach
-a user. Called when a model is loaded, and by `fastllm backend check`.
+It takes a fraction of a second (seconds, where a backend compiles its kernels first) and is no substitute for the suite: it finds a driver
+that is broken as a whole, before its numbers reach a user. Called when a model is loaded, and by `fastllm backend check`.
 """
 
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from .judge import judge
 from .loaded import Loaded, batch_of
 from .numbers import Numbers
 
-__all__ = ["GREEDY", "MODEL", "PROMPT", "greedy", "self_check"]
+__all__ = ["GREEDY", "MODEL", "PROMPT", "NotChecked", "greedy", "self_check"]
 
 MODEL = "llama-q8_0"
 PROMPT = (146, 183, 189, 119, 139, 92)
@@ -28,15 +29,23 @@ GREEDY = (96, 121, 17, 118, 5, 213, 256, 98)
 """What every right backend answers: at each of these tokens the two best logits are more than 0.5 apart, a third of their deviation."""
 
 
+class NotChecked(Exception):
+    """The machine, not the backend, is in the way of the self-test: no temporary folder, no memory. The text says what."""
+
+
 def self_check(backend: Backend) -> str:
     """What is wrong with an open backend, with numbers; "" if nothing was seen. What it does not support, or has no memory for, is not
-    held against it."""
+    held against it. Raises NotChecked where the host cannot do its part: that says nothing about the backend."""
     try:
         return _linear(backend) or _tokens(backend)
     except (NotApplicable, OutOfMemory, UnsupportedError):
         return ""
     except Failure as failure:
         return failure.message
+    except NotChecked:
+        raise
+    except (OSError, MemoryError) as error:
+        raise NotChecked(f"{type(error).__name__}: {error}") from error
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -53,12 +62,15 @@ def _linear(backend: Backend) -> str:
 
 
 def _tokens(backend: Backend) -> str:
-    with tempfile.TemporaryDirectory(prefix="fastllm-selfcheck-") as folder:
-        kit = Loaded(backend, tiny.save(MODEL, Path(folder)))
+    with ExitStack() as stack:
         try:
-            found = greedy(kit)
-        finally:
-            kit.close()
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastllm-selfcheck-", ignore_cleanup_errors=True))
+            path = tiny.save(MODEL, Path(folder))
+        except OSError as error:
+            raise NotChecked(f"the tiny model cannot be written: {error}") from error
+        kit = Loaded(backend, path)
+        stack.callback(kit.close)
+        found = greedy(kit)
     if found == GREEDY:
         return ""
     return f"eight greedy tokens of a tiny model: {list(found)} instead of {list(GREEDY)}"

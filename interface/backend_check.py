@@ -101,7 +101,7 @@ def _imports(module: str, folder: Path | None, file: Path | None) -> CheckLine:
 
 def _opened(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> CheckLine:
     """Opens the device, and asks for one `linear` and eight tokens."""
-    from .conformance.selfcheck import self_check
+    from .conformance.selfcheck import NotChecked, self_check
 
     try:
         selection = registry.select(name)
@@ -109,6 +109,8 @@ def _opened(registry: BackendRegistry, name: str, options: Mapping[str, str]) ->
             wrong = self_check(backend)
     except FastLLMError as error:
         return CheckLine("open", False, f"{error.message}{': ' + error.why if error.why else ''}")
+    except NotChecked as error:
+        return CheckLine("self-test", False, f"it could not run: {error}")
     return CheckLine("self-test", not wrong, wrong or f"{selection}: one linear and eight tokens of a tiny model are right")
 
 

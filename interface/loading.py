@@ -76,7 +76,8 @@ class LoadOptions:
     texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size, no_quant_layer, dtype_config,
     allow_requantize: as of `fastllm convert`;
-    prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; plugins_file, plugin_paths:
+    prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; self_test: False opens a backend
+    without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file, plugin_paths:
     configuration and plug-in files the user named; offline: no network.
     """
 
@@ -101,6 +102,7 @@ class LoadOptions:
     allow_requantize: bool = False
     prefix_cache: bool = True
     strict: bool = False
+    self_test: bool | None = None
     plugins_file: Path | None = None
     plugin_paths: tuple[Path, ...] = ()
     offline: bool | None = None
@@ -130,7 +132,7 @@ class LoadOptions:
             raise UsageError(f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(KV_DTYPES)}", fix="--kv-dtype f16")
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
-        kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType)}
+        kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType), "self_test": (bool, NoneType)}
         kinds |= {"dtype": (str, NoneType), "no_quant_layer": (str, NoneType), "allow_requantize": (bool,)}
         kinds |= {"prefix_cache": (bool,), "strict": (bool,), "embedding": (bool,), "plugin_paths": (list, tuple)}
         for name, allowed in kinds.items():
@@ -261,7 +263,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
                 who=str(files.path),
                 fix=f"--ctx {definition.max_position}",
             )
-        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options.message, options.strict)
+        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options.message, options.strict, options.self_test)
         backends[selection.name] = backend
         if backends[selection.name].warning:
             options.message(backends[selection.name].warning)

@@ -1,8 +1,10 @@
 """Opening the backend that a run gets, with its self-test: a wrong answer is found before a user sees one.
 
 The first time that a (backend, device, options, driver, version) is opened, it computes one `linear` and eight tokens of a tiny model
-(`conformance/selfcheck.py`, a tenth of a second). What passed is remembered in the cache folder. A backend that was named and fails is
-an error; one that `auto` chose is set aside with a line, and the next one takes its place. Called by `loading.plan_model`.
+(`conformance/selfcheck.py`: a tenth of a second on a CPU, seconds where a driver compiles kernels first). What passed is remembered in the
+cache folder. A backend that was named and fails is an error; one that `auto` chose is set aside with a line, and the next one takes its
+place. Where the host cannot do its part (a full disk), nothing is known: the backend is used, and a line says that it was not tested.
+Called by `loading.plan_model`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.errors import BackendBroken, DownloadError
+from .formats.sources import env_flag
 from .host import plugin_folder
 
 if TYPE_CHECKING:
@@ -35,15 +38,18 @@ def open_checked(
     options_for: Callable[[Selection], Mapping[str, str]],
     message: Callable[[str], None],
     strict: bool = False,
+    self_test: bool | None = None,
 ) -> tuple[Selection, Backend]:
     """Opens and tests a selection; returns what was opened, which is another one if `auto` chose and the first was wrong.
 
-    options_for: the `--backend-opt` pairs of a selection. Raises what opening raises, and BackendBroken with the wrong numbers."""
+    options_for: the `--backend-opt` pairs of a selection; self_test: False skips the test, None asks FASTLLM_SELF_TEST. Raises what opening
+    raises, and BackendBroken with the wrong numbers."""
+    tested = env_flag("FASTLLM_SELF_TEST", True) if self_test is None else self_test
     while True:
         values = options_for(selection)
         backend = registry.open(selection, values)
         try:
-            check_first_open(registry, selection, backend, values)
+            note = check_first_open(registry, selection, backend, values) if tested else ""
         except BackendBroken as error:
             backend.close()
             if selection.origin != "auto" or strict:
@@ -55,29 +61,36 @@ def open_checked(
             backend.close()
             raise
         else:
+            if note:
+                message(note)
             return selection, backend
 
 
-def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> None:
-    """Tests a backend that was not opened before on this machine as it is now. Raises BackendBroken."""
+def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> str:
+    """Tests a backend that was not opened before on this machine as it is now. Returns "", or a line that says why it could not be
+    tested. Raises BackendBroken."""
     key = _key(registry, selection, options)
     place = _place()
     if place is not None and key in _known(place):
-        return
-    from .conformance.selfcheck import self_check
+        return ""
+    from .conformance.selfcheck import NotChecked, self_check
 
-    wrong = self_check(backend)
+    try:
+        wrong = self_check(backend)
+    except NotChecked as error:
+        return f"backend '{selection.name}' was not tested before its first use: {error}  |  without the test: --no-self-test"
     if wrong:
         state = registry.state(selection.name, probe=False)
         raise BackendBroken(
             f"backend '{selection.name}' gives wrong answers",
             who=f"{state.distribution} {state.version}  device {selection.device}".strip(),
             why=f"the self-test of the first opening: {wrong}",
-            fix=f"fastllm conformance run --backend {selection} --quick  |  skip it: FASTLLM_DISABLE_PLUGINS={selection.name}",
+            fix=f"fastllm conformance run --backend {selection} --quick  |  skip it: FASTLLM_DISABLE_PLUGINS={selection.name}  |  run it untested: --no-self-test",
             backend=selection.name,
         )
     if place is not None:
         _remember(place, key, str(selection))
+    return ""
 
 
 def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> str:

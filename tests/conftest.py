@@ -12,7 +12,7 @@ import pytest
 from fastllm.core.errors import FastLLMError
 
 # Settings of whoever runs the tests must not change what they see.
-for _name in ("FASTLLM_BACKEND", "FASTLLM_PLUGINS", "FASTLLM_DISABLE_PLUGINS", "FASTLLM_CONFIG", "FASTLLM_ISA", "FASTLLM_STRICT_PLUGINS"):
+for _name in ("FASTLLM_BACKEND", "FASTLLM_PLUGINS", "FASTLLM_DISABLE_PLUGINS", "FASTLLM_CONFIG", "FASTLLM_ISA", "FASTLLM_SELF_TEST", "FASTLLM_STRICT_PLUGINS"):
     os.environ.pop(_name, None)
 
 

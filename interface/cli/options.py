@@ -41,6 +41,7 @@ _model = (
     click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, envvar="FASTLLM_PLUGIN", help="A backend in a Python file."),
     click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
     click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error."),
+    click.option("--no-self-test", is_flag=True, help="Open the backend without the test of its first opening, as FASTLLM_SELF_TEST=0."),
     click.option("--quiet", "-q", is_flag=True, help="No progress, notes or statistics on stderr."),
     click.option("--debug", is_flag=True, help="Show the traceback of an error."),
 )
@@ -93,6 +94,8 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     names: tuple[str, ...] = ("backend", "threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
     names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize")
     chosen = {name: values[name] for name in names if name in values}
+    if values.get("no_self_test"):
+        chosen["self_test"] = False
     if "group_size" in values:
         chosen["group_size"] = int(values["group_size"])
         _check_group_size(values, extra.get("message"))

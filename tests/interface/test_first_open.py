@@ -10,7 +10,7 @@ import pytest
 from fastllm.api import RefBackend, open_backend
 from fastllm.conformance import evaluate, tiny
 from fastllm.conformance.loaded import Loaded
-from fastllm.conformance.selfcheck import GREEDY, MODEL, PROMPT, self_check
+from fastllm.conformance.selfcheck import GREEDY, MODEL, PROMPT, NotChecked, self_check
 
 WRONG = """
 from fastllm.api import API_VERSION, OPSET, BackendSpec, DeviceInfo, Ready, RefBackend, Yes, hookimpl
@@ -95,6 +95,46 @@ def test_what_cannot_be_judged_is_not_held_against_a_backend():
         backend, _ = open_backend("fake", options)
         with backend:
             assert self_check(backend) == ""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_host_without_a_place_for_files_is_no_wrong_answer(run, tiny_model, monkeypatch, named):
+    def full(name, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fastllm.conformance.tiny.save", full)
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--json", *(("--backend", "cpu_avx") if named else ()))
+    assert done.code == 0
+    assert json.loads(done.out)["backend"] == "cpu_avx"
+    assert "backend 'cpu_avx' was not tested before its first use: the tiny model cannot be written: [Errno 28] No space left" in done.err
+    with RefBackend() as backend, pytest.raises(NotChecked):
+        self_check(backend)
+    monkeypatch.setattr("fastllm.conformance.selfcheck.Loaded", lambda *_: no_memory())
+    monkeypatch.setattr("fastllm.conformance.tiny.save", lambda name, folder: folder)
+    with RefBackend() as backend, pytest.raises(NotChecked, match="MemoryError"):
+        self_check(backend)
+
+
+def no_memory():
+    raise MemoryError
+
+
+def test_a_crash_inside_of_the_backend_is_held_against_it(monkeypatch):
+    monkeypatch.setattr(RefBackend, "_op_rope", lambda self, *a, **k: {}["driver"])
+    with RefBackend() as backend:
+        assert self_check(backend) == "KeyError: 'driver'"
+
+
+def test_the_self_test_can_be_skipped(run, tiny_model, wrong, monkeypatch):
+    command = ("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", wrong("linear", 1.5), "--backend", "wrong")
+    assert "--no-self-test" in run(*command).err
+    assert run(*command, "--no-self-test").code == 0
+    monkeypatch.setenv("FASTLLM_SELF_TEST", "0")
+    assert run(*command).code == 0
+    monkeypatch.setenv("FASTLLM_SELF_TEST", "1")
+    assert run(*command).code == 3
+    monkeypatch.setenv("FASTLLM_SELF_TEST", "perhaps")
+    assert "FASTLLM_SELF_TEST is 'perhaps'" in run(*command).err
 
 
 def test_the_eight_tokens_are_the_oracles_and_far_from_any_other(tmp_path):
