@@ -68,12 +68,12 @@ def error_body(error: FastLLMError, request_id: str, *, anthropic: bool = False)
 def error_headers(error: FastLLMError) -> dict[str, str]:
     """Headers that go with an error."""
     headers, status = {}, error.http_status
-    if not (status in RETRIED or status >= 500) or status == 501:
+    if not (status in RETRIED or status >= 500) or status == 501 or "never" in error.fields:
         headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if "allow" in error.fields:
         headers["allow"] = error.fields["allow"]
-    if status in (429, 503):
+    if status in (429, 503) and "never" not in error.fields:
         headers["retry-after"] = str(error.fields.get("retry_after_s", 1))
     return headers

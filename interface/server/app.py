@@ -211,6 +211,7 @@ def make_app(runtime: Runtime) -> Gate:
             del body
             runtime.check_open()
             visit: Visit = request.scope["visit"]
+            visit.charge(len(ready.prompts) * (ready.params.merged_with(runtime.defaults).n or 1))
             constraint = await runtime.compile(ready)
             runtime.check_open()
             made = Vectors if embeds else Generation

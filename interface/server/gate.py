@@ -31,7 +31,7 @@ from .page import PATHS as PAGE
 from .sse import Receive, Scope, Send, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .runtime import Runtime
 
@@ -48,7 +48,8 @@ MAX_ASKED: Final = 64  # headers of one preflight
 
 
 class Visit:
-    """What the log and the answer need to know of one request. generation: set by a route that generates."""
+    """What the log and the answer need to know of one request. generation: set by a route that generates. charge: takes so many answers
+    from what the request's key may have, before they begin; raises RateLimited."""
 
     def __init__(self, request_id: str, method: str, path: str):
         self.request_id, self.method, self.path = request_id, method, path
@@ -57,6 +58,7 @@ class Visit:
         self.generation: Any = None
         self.code = ""
         self.close = False
+        self.charge: Callable[[int], None] = lambda count: None
 
     @property
     def anthropic(self) -> bool:
@@ -121,6 +123,14 @@ class Gate:
             await send(message)
 
         entered: bytes | None = None
+        held = 0  # of what this key may have at the same time
+
+        def charge(count: int) -> None:
+            nonlocal held
+            if entered is not None and count > held:
+                self._limits.enter(entered, count - held, held=held)
+                held = count
+
         try:
             key = self._check(scope, path, methods)
             if scope["method"] == "OPTIONS":
@@ -129,7 +139,7 @@ class Gate:
             if key is not None and scope["method"] == "POST":
                 visit.close = True  # a body that is refused unread must not be taken for the next request
                 self._limits.enter(key)
-                visit.close, entered = False, key
+                visit.close, entered, held, visit.charge = False, key, 1, charge
             await self._app(scope, receive, send_marked)
         except FastLLMError as error:
             await self._failed(send_marked, visit, error)
@@ -138,7 +148,7 @@ class Gate:
             await self._failed(send_marked, visit, EngineError(f"{type(error).__name__}: {error}"))
         finally:
             if entered is not None:
-                self._limits.leave(entered)
+                self._limits.leave(entered, held)
             self._runtime.metrics.answered(visit)
             self._runtime.log.access(visit)
 

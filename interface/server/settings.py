@@ -22,7 +22,7 @@ class ServerSettings:
     new tokens of a request that does not say. max_body: bytes. drain_s: seconds that running requests get at the end. queue_timeout_s:
     seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. web: the
     page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates. key_concurrent, key_per_minute:
-    requests of one key, None: no limit. tool_parser: a name of `text.output.FORMATS`, or auto; reasoning_format: none leaves reasoning in the
+    answers of one key, None: no limit. tool_parser: a name of `text.output.FORMATS`, or auto; reasoning_format: none leaves reasoning in the
     content. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log.
     """
 

@@ -57,6 +57,47 @@ def test_a_refused_or_broken_request_gives_its_place_back(start):
         server.close()
 
 
+def test_prompts_and_answers_are_counted_not_requests(start, brake, wait_until):
+    server = start({"max_batch_size": 4}, keys=KEYS, key_concurrent=4)
+    post = lambda body, number=0: server.client.post("/v1/completions", json={**BODY, **body}, headers=headers(number))  # noqa: E731
+    try:
+        held = brake(server)
+        for body in ({"prompt": ["a"] * 128}, {"prompt": ["a", "b", "c"], "n": 2}, {"n": 5}):
+            alone = post(body)
+            assert (alone.status_code, alone.json()["error"]["type"], alone.headers["x-should-retry"]) == (429, "rate_limit_error", "false"), body
+            assert "retry-after" not in alone.headers
+            assert "this key may have 4" in alone.json()["error"]["message"]
+        thread = threading.Thread(target=lambda: httpx2.post(f"{server.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, headers=headers(0), timeout=60))
+        thread.start()
+        wait_until(lambda: len(server.runtime.active) == 1)
+        refused = post({"prompt": ["a", "b"]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert len(server.runtime.active) == 1  # nothing of it has entered the engine
+        assert server.client.post("/tokenize", json={"prompt": "a"}, headers=headers(0)).status_code == 200  # there is one place
+        held.release()
+        thread.join()
+        wait_until(lambda: post({"prompt": ["a", "b"], "n": 2}).status_code == 200)  # all of it has been given back
+        assert post({"prompt": ["a"] * 4}, 1).status_code == 200
+    finally:
+        server.close()
+
+
+def test_answers_a_minute_are_charged_whole_or_not_at_all():
+    limits = KeyLimits(None, 10, clock=lambda: 0.0)
+    limits.enter(b"a")
+    limits.enter(b"a", 5, held=1)
+    with pytest.raises(RateLimited) as caught:
+        limits.enter(b"a", 5)
+    assert caught.value.fields["retry_after_s"] == 6
+    limits.enter(b"a", 4)
+    limits.leave(b"a", 4)
+    limits.leave(b"a", 6)
+    with pytest.raises(RateLimited) as caught:
+        limits.enter(b"b", 10, held=1)
+    assert caught.value.fields == {"never": True}
+    limits.enter(b"b", 9, held=1)
+
+
 def test_requests_a_minute_are_refilled_evenly_and_the_wait_is_told():
     now = [0.0]
     limits = KeyLimits(None, 3, clock=lambda: now[0])
