@@ -7,7 +7,8 @@ that only prepare: their answer is bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -28,34 +29,38 @@ from .prepare import (
     with_template,
 )
 from .schemas import ChatBody, CountBody, DetokenizeBody, EmbeddingsBody, MessagesBody, RerankBody, ResponsesBody, TokenizeBody
-from .translate import messages_words, raw_tools, renamed, responses_words
+from .translate import messages_words, raw_tools, renamed, renamed_text, responses_words
 
 __all__ = ["prepare"]
 
 MESSAGES_NAMES: Final = {  # a chat's names -> those of Messages
     "response_format.json_schema.schema": "output_config.format.schema",
+    "tools[*].function.parameters": "tools[*].input_schema",
     "reasoning_effort": "output_config.effort",
-    "tool_choice": "tool_choice",
-    "max_tokens": "max_tokens",
+    "thinking_budget": "thinking.budget_tokens",
 }
 RESPONSES_NAMES: Final = {
     "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "tools[*].function": "tools[*]",
     "reasoning_effort": "reasoning.effort",
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
 
 
-def _as_chat(kitchen: Kitchen, words: dict[str, Any], ready: Prepared, names: Mapping[str, str], raw: Mapping[str, tuple[str, str]] | None = None) -> None:
-    """A body in a chat's words; what is wrong with it is said in its own."""
+@contextmanager
+def _named(names: Mapping[str, str], ready: Prepared) -> Iterator[None]:
+    """What is wrong with a body in a chat's words, or done otherwise, is said in the words of its own interface."""
     try:
-        chat(kitchen, ChatBody.model_validate(words), ready, raw or {})
+        yield
     except ValidationError as error:
         raise renamed(explain(error), names) from None
     except FastLLMError as error:
         raise renamed(error, names) from None
+    ready.warnings = [renamed_text(line, names) for line in ready.warnings]
     if ready.constraint is not None:
-        ready.constraint["param"] = names.get(ready.constraint["param"], ready.constraint["param"])
+        ready.constraint["param"] = renamed_text(ready.constraint["param"], names)
 
 
 def _thinking(kitchen: Kitchen, body: CountBody, words: dict[str, Any]) -> None:
@@ -73,16 +78,19 @@ def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
     body: MessagesBody = check_body(kitchen, "messages", raw, ready)
     words = messages_words(body)
     _thinking(kitchen, body, words)
-    _as_chat(kitchen, words, ready, MESSAGES_NAMES)
+    with _named(MESSAGES_NAMES, ready):
+        chat(kitchen, ChatBody.model_validate(words), ready)
     return ready
 
 
 def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
     """POST /v1/messages/count_tokens."""
-    body: CountBody = check_body(kitchen, "count", raw, Prepared())
+    ready = Prepared()
+    body: CountBody = check_body(kitchen, "count", raw, ready)
     words = messages_words(body)
     _thinking(kitchen, body, words)
-    parts = render_text(kitchen, ChatBody.model_validate(words)).parts
+    with _named(MESSAGES_NAMES, ready):
+        parts = render_text(kitchen, ChatBody.model_validate(words)).parts
     return _json({"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
 
 
@@ -92,7 +100,8 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
     body: ResponsesBody = check_body(kitchen, "responses", raw, ready)
     words = responses_words(body)
     custom, formats = raw_tools(body)
-    _as_chat(kitchen, words, ready, RESPONSES_NAMES, formats)
+    with _named(RESPONSES_NAMES, ready):
+        chat(kitchen, ChatBody.model_validate(words), ready, formats)
     format = body.text.format if body.text else None
     ready.detail = {
         "instructions": body.instructions,

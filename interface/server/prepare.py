@@ -423,7 +423,7 @@ def _cut_after(rendered: RenderedPrompt, last: Mapping[str, Any]) -> RenderedPro
     at = rendered.text.rfind(text) if text else -1
     if at < 0:
         raise TemplateError(
-            "continue_final_message: the template does not write the last message's text", fix="end the messages with a text", param="messages"
+            "the template does not write the last message's text, so no answer can go on there", fix="end the conversation with a text", param="messages"
         )
     end, parts, position = at + len(text), [], 0
     for piece, trusted in rendered.parts:

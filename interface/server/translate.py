@@ -6,27 +6,48 @@ What has no place in a chat (images, stored responses, tools that a vendor hosts
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import FastLLMError, InvalidRequest, UnsupportedContent
 from .schemas import AnthropicTool, CountBody, MessagesBody, ResponsesBody
 
-__all__ = ["messages_words", "raw_tools", "renamed", "responses_words"]
+__all__ = ["messages_words", "raw_tools", "renamed", "renamed_text", "responses_words"]
 
 RAW_INPUT: Mapping[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
 
 
 def renamed(error: FastLLMError, names: Mapping[str, str]) -> FastLLMError:
-    """The error, naming the fields as the route does. names: a chat's name -> the route's, the longest first."""
+    """The error, naming the fields as the route does, in all that a client reads. names: a chat's name -> the route's, the longest first;
+    `[*]` is any index, the same in both."""
     param = str(error.fields.get("param") or "")
-    for ours, theirs in names.items():
-        if param.startswith(ours) or error.who == ours:
-            error.fields["param"] = theirs + param.removeprefix(ours)
-            error.message = error.message.replace(ours, theirs)
-            error.who = error.who.replace(ours, theirs)
-            return error
+    found = _own(param, names) or _own(error.who, names)
+    if found is not None:
+        ours, theirs = found
+        error.fields["param"] = theirs + param.removeprefix(ours)
+        for name in ("message", "who", "fix"):
+            setattr(error, name, _said(getattr(error, name), ours, theirs))
     return error
+
+
+def renamed_text(text: str, names: Mapping[str, str]) -> str:
+    """A sentence that begins with a field's name, as the route names it."""
+    found = _own(text, names)
+    return text if found is None else _said(text, *found)
+
+
+def _own(text: str, names: Mapping[str, str]) -> tuple[str, str] | None:
+    """The chat's name that the text begins with, and the route's name of it."""
+    for ours, theirs in names.items():
+        found = re.match(re.escape(ours).replace(r"\[\*\]", r"\[(\d+)\]") + r"(?![\w-])", text)
+        if found is not None:
+            return found.group(), theirs.replace("[*]", f"[{found.group(1)}]") if found.groups() else theirs
+    return None
+
+
+def _said(text: str, ours: str, theirs: str) -> str:
+    return re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w-])", lambda _: theirs, text)
 
 
 def texts(content: Any, where: str, kinds: tuple[str, ...]) -> str:
@@ -187,8 +208,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         else:
             messages.append({"role": role, "content": text})
     elif kind in ("function_call", "custom_tool_call"):
-        given = item.get("arguments") if kind == "function_call" else json.dumps({"input": _string(item, "input", where)}, ensure_ascii=False)
-        call = _call(_string(item, "name", where), given if isinstance(given, str) else "{}", _string(item, "call_id", where))
+        given = _arguments(item, where) if kind == "function_call" else json.dumps({"input": _string(item, "input", where)}, ensure_ascii=False)
+        call = _call(_string(item, "name", where), given, _string(item, "call_id", where))
         _of_model(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         text = texts(item.get("output"), f"{where}.output", ("input_text", "output_text", "text"))
@@ -200,6 +221,18 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
         raise UnsupportedContent(f"{where} is of type {kind!r:.60}, which this server does not take", who=where, param=where)
+
+
+def _arguments(item: Mapping[str, Any], where: str) -> str:
+    """What a call was given: the text of a JSON object, which may be empty."""
+    given, param = item.get("arguments"), f"{where}.arguments"
+    try:
+        if isinstance(given, str) and (not given.strip() or isinstance(json.loads(given), dict)):
+            return given
+    except (ValueError, RecursionError):
+        pass
+    said = "missing" if given is None else "no text of a JSON object"
+    raise InvalidRequest(f"{param} is {said}", who=param, fix="send the text of an object, such as \"{}\"", param=param)
 
 
 def _of_model(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,6 +284,9 @@ def _response_choice(choice: Any) -> Any:
         named = choice.get("tools")
         if not isinstance(named, list) or not all(isinstance(t, dict) for t in named):
             raise InvalidRequest("tool_choice.tools is no list of tools", who=param, param="tool_choice.tools")
-        tools = [{"type": "function", "function": {"name": _string(tool, "name", param)}} for tool in named]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode") or "auto", "tools": tools}}
+        tools = [{"type": "function", "function": {"name": _string(tool, "name", f"{param}.tools[{i}]")}} for i, tool in enumerate(named)]
+        mode = choice.get("mode") or "auto"
+        if mode not in ("auto", "required"):
+            raise InvalidRequest(f"tool_choice.mode is {mode!r:.60}", who=param, fix="auto or required", param="tool_choice.mode")
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
     raise InvalidRequest(f"tool_choice is of type {kind!r:.60}", who=param, fix="function, custom or allowed_tools", param=param)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import anthropic
 import openai
 import pytest
+
+from fastllm.server.kinds import MESSAGES_NAMES, RESPONSES_NAMES
 
 from .conftest import Script
 from .test_structured import CALL, SCHEMA, THINKS, fits
@@ -154,6 +157,12 @@ def test_calls_and_results_go_back_into_the_prompt(client, http):
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        *(
+            ({"input": [*HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": bad}]}, "input[1].arguments")
+            for bad in ({"n": 3}, None, "[1]", "{", 5, "[" * 100000)
+        ),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [FUNCTION]}}, "tool_choice.mode"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{}]}}, "tool_choice.tools[0].name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
@@ -161,6 +170,49 @@ def test_what_responses_refuse_is_named_as_they_name_it(http, change, param):
     answer = http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 4, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "strin"}}}
+FREE = {"type": "object", "properties": {"a": {"not": {}}}}
+FORM = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
+OF_RESPONSES = {  # a chat's name -> bodies in which a fault, or a warning, would name it
+    "response_format.json_schema.schema": [{"text": {"format": FORM}}],
+    "response_format": [{"text": {"format": {"type": "json_object"}}, "tools": [{**FUNCTION, "parameters": FREE}]}],
+    "tools[*].function": [{"tools": [FUNCTION, {**FUNCTION, "name": "b", **bad}]} for bad in ({"parameters": BAD}, {"parameters": 5}, {"name": "a b"}, {"description": 5})],
+    "reasoning_effort": [{"reasoning": {"effort": "low"}}],
+    "max_tokens": [{"max_output_tokens": 9999}],
+    "messages": [{"input": "Hi" * 2000}],
+}
+OF_MESSAGES = {
+    "response_format.json_schema.schema": [{"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}],
+    "tools[*].function.parameters": [{"tools": [TOOL, {"name": "b", "input_schema": BAD}]}],
+    "reasoning_effort": [{"output_config": {"effort": "low"}}],
+    "thinking_budget": [{"thinking": {"type": "enabled", "budget_tokens": 5}}],
+}
+
+
+def test_every_renaming_is_met_and_no_fault_names_a_field_of_chat(http):
+    assert OF_RESPONSES.keys() == RESPONSES_NAMES.keys()
+    assert OF_MESSAGES.keys() == MESSAGES_NAMES.keys()
+    least = {"/v1/responses": {"input": "Hi", "max_output_tokens": 4}, "/v1/messages": {"messages": HI, "max_tokens": 4}, "/v1/messages/count_tokens": {"messages": HI}}
+    counted = ("tools[*].function.parameters", "reasoning_effort")
+    for path, names, bodies in (
+        ("/v1/responses", RESPONSES_NAMES, OF_RESPONSES),
+        ("/v1/messages", MESSAGES_NAMES, OF_MESSAGES),
+        ("/v1/messages/count_tokens", MESSAGES_NAMES, {name: OF_MESSAGES[name] for name in counted}),
+    ):
+        for ours, changes in bodies.items():
+            for change in changes:
+                answer = http.post(path, json={**least[path], **change})
+                warning = answer.headers.get("x-fastllm-warning", "")
+                assert answer.status_code == 400 or warning, (path, change)
+                error = {} if warning else answer.json()["error"]
+                said, old, new = warning or error["message"], ours.replace("*", "1"), names[ours].replace("*", "1")
+                if ours != "messages":  # whose message is about tokens
+                    assert new in said, (path, said)
+                    assert not re.search(rf"(?<![\w.]){re.escape(old)}(?!\w)", said), (path, said)
+                assert error.get("param", new).startswith(new), (path, error)
+                assert "function" not in str(error.get("param")), (path, error)
 
 
 # Messages -----------------------------------------------------------------------------------------------------------------
