@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .core.errors import ContextOverflow, FastLLMError, InvalidRequest, QueueFull, TemplateError, UsageError
-from .core.request import Request, RequestHandle, Timings, TokenLogprobs
+from .core.request import Request, RequestHandle, Timings, TokenConstraint, TokenLogprobs
 from .core.sampling import SamplingParams, stream_id
 from .loading import DEFAULT_MODEL, LoadedModel, LoadOptions, load_model
 from .text import IncrementalDetokenizer
@@ -62,11 +62,11 @@ class Completion:
 class Answer:
     """An answer in the making: iterate for pieces; `completion` is there at the end. Leaving the iteration cancels it."""
 
-    def __init__(self, owner: LLM, handle: RequestHandle, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0):
-        """owner: kept alive, and with it the model, as long as this answer is."""
+    def __init__(self, owner: LLM, handle: RequestHandle, prompt_ids: list[int], end_ids: frozenset[int], index: int = 0, keep: Collection[int] = ()):
+        """owner: kept alive, and with it the model, as long as this answer is. keep: special tokens whose text is part of it."""
         self._owner, tokenizer = owner, owner.tokenizer
         self._handle, self._index, self._end_ids, self._vocab_size = handle, index, end_ids, tokenizer.vocab_size
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.params.stop or ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=handle.params.stop or (), keep=keep)
         self._prompt_ids, self._ids, self._parts = prompt_ids, list[int](), list[str]()
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -245,9 +245,17 @@ class LLM:
                 group[0]._handle.cancel()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, grammar: Grammar | None = None) -> Answer:
-        """Continues one prompt, piece by piece. grammar: what the answer must look like."""
-        return self._submit(self._requests([self.encode(prompt)], params, grammar)[0])[0]
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        grammar: Callable[[], TokenConstraint] | None = None,
+        keep_special: Collection[int] = (),
+    ) -> Answer:
+        """Continues one prompt, piece by piece. grammar: what the answer must look like. keep_special: ids of special tokens whose text is
+        part of the answer; that of others is not."""
+        return self._submit(self._requests([self.encode(prompt)], params, grammar)[0], keep_special)[0]
 
     @overload
     def chat(
@@ -284,7 +292,7 @@ class LLM:
         return answer if stream else answer.result()
 
     def _requests(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, grammar: Grammar | None = None
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, grammar: Callable[[], TokenConstraint] | None = None
     ) -> list[Request]:
         """Checked requests, before any of them is submitted."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -307,11 +315,11 @@ class LLM:
             requests.append(Request(ids, merged, end_ids, request_id=f"prompt {number + 1}", stream=stream_id(number, 0), constraint=grammar))
         return requests
 
-    def _submit(self, request: Request) -> list[Answer]:
+    def _submit(self, request: Request, keep: Collection[int] = ()) -> list[Answer]:
         """Hands a request to the engine: an answer per choice."""
         handle = self.loaded.engine.submit(request)
         ids, end_ids = list(request.prompt_ids), frozenset(request.end_ids)
-        return [Answer(self, handle, ids, end_ids, i) for i in range(handle.params.n or 1)]
+        return [Answer(self, handle, ids, end_ids, i, keep) for i in range(handle.params.n or 1)]
 
     def close(self) -> None:
         """Stops the engine and frees memory; may be called twice. Also happens when the object is collected."""

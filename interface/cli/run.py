@@ -17,7 +17,7 @@ from .options import load_options, model_options, sampling_options
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
-    from ..llm import LLM, Answer
+    from ..llm import LLM, Answer, Completion
     from ..text.grammar import Grammar
 
 __all__ = ["run_command", "use_threads"]
@@ -35,6 +35,8 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # options of which an answer tak
 @click.option("--json-schema", type=click.Path(dir_okay=False, path_type=Path), help="File with a JSON schema: the answer is JSON that fits it.")
 @click.option("--regex", help="The answer matches this regular expression as a whole.")
 @click.option("--grammar", type=click.Path(dir_okay=False, path_type=Path), help="File with a grammar (Lark or GBNF) that the answer follows.")
+@click.option("--tools", type=click.Path(dir_okay=False, path_type=Path), help="File with a JSON list of functions (OpenAI's) that the answer may call.")
+@click.option("--tool-choice", metavar="CHOICE", help="auto, required (at least one call), or the name of the function to call.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--no-history", is_flag=True, help="Chat without writing what you type to the history file.")
 @sampling_options
@@ -61,6 +63,7 @@ def run_command(model: str | None, **values: Any) -> int:
         raise click.UsageError("give one of --json-schema, --regex, --grammar: an answer follows one grammar")
     if chat and any(values[name] is not None for name in GRAMMARS):
         raise click.UsageError("a grammar holds one answer: give --prompt or a pipe, without -i")
+    _check_tools(values, chat)
     if values["raw"] and values["system"]:
         raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
     use_threads(values["threads"])
@@ -81,6 +84,19 @@ def run_command(model: str | None, **values: Any) -> int:
             history = not values["no_history"]
             return Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=history).run(prompt)
         return _answer(llm, prompt or "", params, values)
+
+
+def _check_tools(values: dict[str, Any], chat: bool) -> None:
+    """What has no place beside --tools."""
+    if values["tools"] is None:
+        if values["tool_choice"] is not None:
+            raise click.UsageError("--tool-choice chooses among the functions of --tools FILE")
+        return
+    if chat:
+        raise click.UsageError("--tools is for one answer: give --prompt or a pipe, without -i")
+    for name in (*GRAMMARS, "raw", "stop"):
+        if values[name]:
+            raise click.UsageError(f"--tools and --{name.replace('_', '-')} both say what the answer looks like: give one")
 
 
 def use_threads(threads: int) -> None:
@@ -131,16 +147,17 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
     """Answers one prompt, streaming, and prints the statistics."""
-    from .terminal import say, stats_line, write_answer
+    from .terminal import say, write_answer
 
+    if values["tools"] is not None:
+        return _answer_with_tools(llm, prompt, params, values)
     raw = values["raw"] or llm.loaded.template is None
     if raw and not values["raw"] and not values["quiet"]:
         say("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)")
     if raw:
         ids = llm.encode(prompt, parse_special=False)
     else:
-        system = [{"role": "system", "content": values["system"]}] if values["system"] else []
-        ids = llm.render([*system, {"role": "user", "content": prompt}])
+        ids = llm.render(_messages(prompt, values))
     answer: Answer = llm.stream(ids, params, grammar=_grammar(llm, values))
     if values["as_json"]:
         click.echo(json.dumps(_as_json(llm, answer.result()), ensure_ascii=False))
@@ -154,9 +171,61 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any
     done = answer.result()
     if not sys.stdout.isatty():
         write_answer("\n")
+    _say_stats(llm, done, params, values)
+    return 0
+
+
+def _say_stats(llm: LLM, done: Completion, params: SamplingParams, values: dict[str, Any]) -> None:
+    """The line of statistics."""
+    from .terminal import say, stats_line
+
     if not values["quiet"]:
         seed = done.seed if params.temperature is None or params.temperature > 1e-5 else None
         say(stats_line(done.timings, llm.loaded.context, seed))
+
+
+def _messages(prompt: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": values["system"]}] if values["system"] else []
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _answer_with_tools(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
+    """Answers one prompt: text as it comes, and each call, once it is complete, as a line of JSON."""
+    from .terminal import say, write_answer
+    from .tools import prepare_tools
+
+    asked = prepare_tools(llm, values["tools"], values["tool_choice"] or "auto", _messages(prompt, values))
+    for note in asked.notes:
+        if values["strict"]:
+            raise click.UsageError(f"--strict: {note}")
+        if not values["quiet"]:
+            say(f"fastllm: {note}")
+    answer, as_json, open_line = llm.stream(asked.ids, params, grammar=asked.grammar, keep_special=asked.keep), values["as_json"], False
+
+    def write(text: str, calls: list[dict[str, Any]]) -> None:
+        nonlocal open_line
+        if text and not as_json:
+            write_answer(text)
+            open_line = not text.endswith("\n")
+        for call in () if as_json else calls:
+            write_answer("\n" * open_line + json.dumps(call, ensure_ascii=False) + "\n")
+            open_line = False
+
+    try:
+        for piece in answer:
+            write(*asked.push(piece.text))
+        write(*asked.finish())
+    finally:
+        if open_line:
+            write_answer("\n")
+    done = answer.result()
+    if as_json:
+        reason = asked.finish_reason(done.finish_reason)
+        click.echo(json.dumps({**_as_json(llm, done), "text": asked.text, "tool_calls": asked.calls, "finish_reason": reason}, ensure_ascii=False))
+        return 0
+    if asked.cut is not None:
+        say(f"fastllm: the call of '{asked.cut}' is cut by --max-tokens or the context, and is not shown")
+    _say_stats(llm, done, params, values)
     return 0
 
 

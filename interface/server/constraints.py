@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .prepare import Prepared
     from .schemas import Sampling
 
-__all__ = ["Compilation", "wanted_constraint"]
+__all__ = ["Compilation", "compile_constraint", "wanted_constraint"]
 
 MAX_WAITING: Final = 64
 
@@ -91,37 +91,40 @@ class Compilation:
             raise Unavailable("too many grammars are being compiled", fix="try again later", retry_after_s=1)
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, ready)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: compile_constraint(self._compiler(), ready))
         finally:
             self._waiting -= 1
-
-    def _compile(self, ready: Prepared) -> Callable[[], TokenConstraint] | None:
-        compiler, thinking = self._compiler(), ready.thinking
-        made: Callable[[], TokenConstraint] | None = None
-        if ready.constraint is not None:
-            try:
-                made = self._held(compiler, ready.constraint, ready)
-            except InvalidSchema as error:
-                if not ready.constraint.get("optional"):
-                    raise
-                ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
-                if ready.output is not None:
-                    ready.output["held"] = False
-        if thinking.get("budget") is not None:
-            markers = (thinking["opening"], thinking["closing"])
-            made = compiler.budget(made, thinking["budget"], markers, thinking["inside"])
-        return made
-
-    def _held(self, compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], TokenConstraint]:
-        thinking, param = ready.thinking, wanted["param"]
-        markers = (thinking["opening"], thinking["closing"]) if thinking else None
-        if wanted["kind"] == "calls":
-            one = bool(ready.output and ready.output["one"])
-            inside = bool(thinking and thinking["inside"])
-            return compiler.calls(wanted["source"], param, reasoning=markers, in_reasoning=inside, one=one)
-        grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=param)
-        return compiler.after(grammar, thinking["closing"], thinking["opening_id"]) if thinking.get("after") else grammar
 
     def close(self) -> None:
         """Ends the threads, once they have done what they do."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def compile_constraint(compiler: GrammarCompiler, ready: Prepared) -> Callable[[], TokenConstraint] | None:
+    """What holds the answers of a request; None: nothing. Raises InvalidRequest, InvalidSchema."""
+    thinking = ready.thinking
+    made: Callable[[], TokenConstraint] | None = None
+    if ready.constraint is not None:
+        try:
+            made = _held(compiler, ready.constraint, ready)
+        except InvalidSchema as error:
+            if not ready.constraint.get("optional"):
+                raise
+            ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
+            if ready.output is not None:
+                ready.output["held"] = False
+    if thinking.get("budget") is not None:
+        markers = (thinking["opening"], thinking["closing"])
+        made = compiler.budget(made, thinking["budget"], markers, thinking["inside"])
+    return made
+
+
+def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], TokenConstraint]:
+    thinking, param = ready.thinking, wanted["param"]
+    markers = (thinking["opening"], thinking["closing"]) if thinking else None
+    if wanted["kind"] == "calls":
+        one = bool(ready.output and ready.output["one"])
+        inside = bool(thinking and thinking["inside"])
+        return compiler.calls(wanted["source"], param, reasoning=markers, in_reasoning=inside, one=one)
+    grammar = getattr(compiler, wanted["kind"])(wanted["source"], param=param)
+    return compiler.after(grammar, thinking["closing"], thinking["opening_id"]) if thinking.get("after") else grammar

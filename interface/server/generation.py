@@ -21,7 +21,7 @@ from ..text import Tokenizer
 from ..text.output import FORMATS, REASONING, OutputParser
 from .answer import Answer
 from .prepare import Prepared
-from .tools import OutputSpec, markers
+from .tools import OutputSpec, kept_ids
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -109,7 +109,7 @@ class Generation:
         self.params = replace(merged, seed=self.seed)
         self.n = self.params.n or 1
         self._spec = None if ready.output is None else OutputSpec(**ready.output)
-        self.kept_ids = _kept_ids(self.tokenizer, self._spec)
+        self.kept_ids = frozenset() if self._spec is None else kept_ids(self.tokenizer, self._spec)
         self.constraint: Callable[[], TokenConstraint] | None = None  # set before `submit`
         self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
         self._handles: list[RequestHandle] = []
@@ -323,11 +323,3 @@ class Generation:
             timings=max(timings, key=lambda t: t.ttft_s + t.decode_s, default=Timings()),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
         )
-
-
-def _kept_ids(tokenizer: Tokenizer, spec: OutputSpec | None) -> frozenset[int]:
-    """Special tokens that are part of a marker which somebody reads."""
-    if spec is None:
-        return frozenset()
-    texts = markers(spec)
-    return frozenset(i for i in tokenizer.special_ids if any(tokenizer.id_to_piece(i) in text for text in texts))

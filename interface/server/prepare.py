@@ -245,7 +245,7 @@ def overflow(kitchen: Kitchen, count: int, *, at_least: bool = False) -> Context
     least = "at least " if at_least else ""
     return ContextOverflow(
         f"the prompt has {least}{count} tokens and leaves no room for a new one: the limit is {kitchen.n_ctx}",
-        fix="shorten the prompt, or start the server with a larger --ctx",
+        fix="shorten the prompt, or start with a larger --ctx",
         n_prompt_tokens=count,
         n_ctx=kitchen.n_ctx,
         param="messages" if kitchen.template else "prompt",

@@ -21,7 +21,7 @@ from .schemas import AllowedChoice, ChatBody, NamedChoice
 if TYPE_CHECKING:
     from ..text import ChatTemplate, Tokenizer
 
-__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
+__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "kept_ids", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
 
 DESCRIPTION: Final = (
     "You may call functions. They are given as JSON within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -210,3 +210,9 @@ def markers(spec: OutputSpec) -> list[str]:
     """Texts whose special tokens must be read and not skipped."""
     found = [*FORMATS[spec.calls].markers, *FORMATS[spec.calls].inner, *FORMATS[spec.calls].dropped] if spec.calls else []
     return [*found, REASONING[spec.reasoning].opening, REASONING[spec.reasoning].closing] if spec.reasoning else found
+
+
+def kept_ids(tokenizer: Tokenizer, spec: OutputSpec) -> frozenset[int]:
+    """Special tokens that are part of a marker which somebody reads."""
+    texts = markers(spec)
+    return frozenset(i for i in tokenizer.special_ids if any(tokenizer.id_to_piece(i) in text for text in texts))
