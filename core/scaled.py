@@ -14,7 +14,7 @@ import numpy as np
 
 from .errors import ModelFileError
 
-__all__ = ["GROUP", "merged", "merged_format", "merged_shape"]
+__all__ = ["GROUP", "check_scales", "merged", "merged_format", "merged_shape"]
 
 GROUP = 128
 """Values of a block of fp8g128."""
@@ -32,16 +32,34 @@ def merged_shape(format: str, dims: tuple[int, ...]) -> tuple[int, ...]:
     return (*dims[:-2], dims[-2] * 32) if format == "u8" and len(dims) > 2 else dims
 
 
+def check_scales(name: str, file: str, format: str, dims: tuple[int, ...], scales: str, found: tuple[int, ...], tile: tuple[int, int]) -> None:
+    """Raises ModelFileError unless codes of `format` and shape `dims`, the whole matrix, and its scales, of format `scales` and shape `found`,
+    belong together."""
+    wanted: tuple[int, ...] | None = None
+    if format == "u8" and len(dims) == 3 and dims[2] == 16 and scales == "u8":
+        wanted = dims[:2]
+    elif format == "f8_e4m3" and len(dims) == 2 and scales in ("f32", "f16", "bf16"):
+        wanted = -(-dims[0] // tile[0]), -(-dims[1] // tile[1])
+    if tuple(found) == wanted:
+        return
+    what = f"{format}{list(dims)} with scales {scales}{list(found)}"
+    if format == "f8_e4m3":
+        what += f" for tiles of {tile[0]} x {tile[1]}"
+    raise ModelFileError(
+        f"tensor '{name}' and its scales do not fit: {what}",
+        who=file,
+        why="" if wanted is None else f"the scales of such a matrix are {list(wanted)}",
+        fix="the configuration and the weights do not belong together; download the model again",
+    )
+
+
 def merged(
-    name: str, file: str, format: str, dims: tuple[int, ...], data: np.ndarray, scales: np.ndarray, first: int, tile: tuple[int, int]
+    format: str, dims: tuple[int, ...], data: np.ndarray, scales: np.ndarray, first: int, tile: tuple[int, int]
 ) -> tuple[tuple[int, ...], str, np.ndarray]:
-    """(shape, format, bytes) of some rows of a weight. dims, data: shape and bytes of their codes; scales: those of the whole matrix, f32
-    [⌈rows/a⌉, ⌈K/b⌉] or, for u8 codes, u8 [rows, K/32]; first: which row is the first here. Raises ModelFileError if they do not fit."""
+    """(shape, format, bytes) of some rows of a weight, checked before (`check_scales`). dims, data: shape and bytes of their codes; scales:
+    those of the tiles that the rows touch, f32 [tiles, ⌈K/b⌉] or, for u8 codes, u8 [rows, K/32]; first: the first row's place in its tile."""
     if format == "u8":
-        return _mxfp4(name, file, dims, data, scales, first)
-    wanted = None if len(dims) != 2 else -(-dims[1] // tile[1])
-    if format != "f8_e4m3" or scales.ndim != 2 or scales.shape[1] != wanted or -(-(first + dims[0]) // tile[0]) > scales.shape[0]:
-        raise _unfit(name, file, f"{format}{list(dims)} with scales {list(scales.shape)} for tiles of {tile[0]} x {tile[1]}")
+        return _mxfp4(dims, data, scales)
     rows, width = dims
     own = np.ascontiguousarray(scales[(first + np.arange(rows)) // tile[0]], np.float32)  # [rows, tiles]
     codes = np.ascontiguousarray(data).reshape(rows, width)
@@ -57,20 +75,11 @@ def merged(
     return dims, "fp8g128", blocks.reshape(-1)
 
 
-def _mxfp4(name: str, file: str, dims: tuple[int, ...], data: np.ndarray, scales: np.ndarray, first: int) -> tuple[tuple[int, ...], str, np.ndarray]:
-    fits = len(dims) == 3 and dims[2] == 16 and scales.dtype == np.uint8 and scales.ndim == 2 and scales.shape[1] == dims[1]
-    if not fits or first + dims[0] > scales.shape[0]:
-        raise _unfit(name, file, f"u8{list(dims)} with exponents {list(scales.shape)}")
+def _mxfp4(dims: tuple[int, ...], data: np.ndarray, exponents: np.ndarray) -> tuple[tuple[int, ...], str, np.ndarray]:
     codes = np.ascontiguousarray(data).reshape(dims)
     values = np.empty((*dims[:2], 32), np.uint8)
     values[..., 0::2], values[..., 1::2] = codes & 15, codes >> 4
     blocks = np.empty((*dims[:2], 17), np.uint8)
-    blocks[..., 0] = scales[first : first + dims[0]]
+    blocks[..., 0] = exponents
     blocks[..., 1:] = values[..., :16] | values[..., 16:] << 4
     return (dims[0], dims[1] * 32), "mxfp4", blocks.reshape(-1)
-
-
-def _unfit(name: str, file: str, what: str) -> ModelFileError:
-    return ModelFileError(
-        f"tensor '{name}' and its scales do not fit: {what}", who=file, fix="the configuration and the weights do not belong together; download the model again"
-    )

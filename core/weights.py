@@ -173,6 +173,8 @@ class WeightRef:
             if len(dims) < 2 or not 0 <= self.expert < dims[0]:
                 raise ModelFileError(f"tensor '{src.name}' of shape {list(dims)} has no expert {self.expert}", who=src.file)
             dims, data = dims[1:], data.reshape(dims[0], -1)[self.expert]
+        if self.scales:
+            self.check_scales(sources)
         if src.packed is not None:
             data = _unpacked(src, src.copied(data), 1 if self.expert is not None else int(np.prod(src.shape[:-2], dtype=np.int64)))
         if self.rows is not None:
@@ -220,21 +222,33 @@ class WeightRef:
             dims = (len(self.row_index), *dims[1:])
         return shape if _fits(dims, shape) else dims
 
+    def check_scales(self, sources: Mapping[str, TensorSource]) -> None:
+        """Raises ModelFileError if the scales of the codes in source are missing or have another shape than those codes need."""
+        src, tensor = sources[self.source], sources.get(self.scales)
+        if tensor is None:
+            raise ModelFileError(f"tensor '{self.scales}' is missing from the model file", why=f"it has the scales of '{self.source}'", who=src.file)
+        dims, found = src.shape, tensor.shape
+        if self.expert is not None:
+            if len(found) < 2 or len(dims) < 2 or found[0] != dims[0]:
+                raise ModelFileError(f"tensor '{tensor.name}' of shape {list(found)} does not have the experts of {list(dims)}", who=src.file)
+            dims, found = dims[1:], found[1:]
+        scaled.check_scales(src.name, src.file, src.format, dims, tensor.format, found, self.tile)
+
     def _with_scales(
         self, sources: Mapping[str, TensorSource], src: TensorSource, dims: tuple[int, ...], data: np.ndarray
     ) -> tuple[tuple[int, ...], str, np.ndarray]:
-        """(shape, format, bytes) of the codes that were taken, with their scales."""
-        tensor = sources.get(self.scales)
-        if tensor is None:
-            raise ModelFileError(f"tensor '{self.scales}' is missing from the model file", why=f"it has the scales of '{self.source}'", who=src.file)
-        data_of = tensor.copied(tensor.data)
-        raw = data_of if tensor.format == "u8" else HostTensor(tensor.name, tensor.shape, tensor.format, data_of).decode().reshape(-1)
-        scales = raw.reshape(tensor.shape)
+        """(shape, format, bytes) of the codes that were taken, with their scales, of which no others are read."""
+        tensor = sources[self.scales]
+        shape, part = tensor.shape, tensor.data
         if self.expert is not None:
-            if scales.ndim < 2 or not 0 <= self.expert < len(scales):
-                raise ModelFileError(f"tensor '{tensor.name}' of shape {list(tensor.shape)} has no expert {self.expert}", who=src.file)
-            scales = scales[self.expert]
-        return scaled.merged(src.name, src.file, src.format, dims, data, scales, 0 if self.rows is None else self.rows[0], self.tile)
+            shape, part = shape[1:], part.reshape(shape[0], -1)[self.expert]
+        height = 1 if src.format == "u8" else self.tile[0]
+        start = 0 if self.rows is None else self.rows[0]
+        first, last = start // height, -(-(start + dims[0]) // height)
+        raw = tensor.copied(_as_rows(shape, tensor.format, part)[first:last]).reshape(-1)
+        shape = (last - first, *shape[1:])
+        scales = raw.reshape(shape) if src.format == "u8" else HostTensor(tensor.name, shape, tensor.format, raw).decode()
+        return scaled.merged(src.format, dims, data, scales, start - first * height, self.tile)
 
     def _stack(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """All parts in memory at once."""

@@ -260,8 +260,8 @@ def _check_part(ref: WeightRef, name: str, shape: tuple[int, ...], sources: Mapp
             why=f"graph weight '{name}' takes it",
             fix="the configuration and the weights do not belong together; download the model again",
         )
-    if ref.scales and ref.scales not in sources:
-        ref.resolve(sources, name, shape)  # raises
+    if ref.scales:
+        ref.check_scales(sources)
     if ref.rows is not None or ref.row_index is not None:
         values = 2 if src.format == "u8" else 1  # of an element of the file
         taken[src.name] = taken.get(src.name, 0) + math.prod(shape) // values

@@ -21,7 +21,6 @@ from fastllm.core.errors import ModelFileError, UnsupportedError
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
-from fastllm.core.scaled import merged
 from fastllm.core.step import StepBatch
 from fastllm.core.weights import TensorSource, WeightRef
 from fastllm.formats import open_model
@@ -92,18 +91,65 @@ def test_codes_and_scales_of_tiles_are_joined_also_of_some_rows_and_turned_round
     np.testing.assert_array_equal(picked.resolve(sources, "x", (2, width)).decode(), wanted[[2, 0]])
 
 
-def test_codes_and_scales_that_do_not_belong_together_are_a_damaged_file():
-    codes = np.zeros(64 * 64, np.uint8)
-    for format, dims, scales in (
-        ("f8_e4m3", (64, 64), np.ones((2, 1), np.float32)), ("f8_e4m3", (64, 64), np.ones((1, 2), np.float32)), ("f8_e4m3", (64, 64), np.ones(4, np.float32)),
-        ("f16", (64, 32), np.ones((2, 2), np.float32)), ("u8", (64, 4, 16), np.ones((64, 3), np.uint8)), ("u8", (64, 4, 16), np.ones((63, 4), np.uint8)),
-        ("u8", (64, 4, 16), np.ones((64, 4), np.float32)), ("u8", (64, 8, 8), np.ones((64, 8), np.uint8)), ("u8", (64, 64), np.ones((64, 2), np.uint8)),
-    ):  # fmt: skip
+def source(name, array, format=None, counts=None):
+    """An array as a tensor of a file; counts: name -> bytes that were read of it."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    def read(start, count):
+        counts[name] = counts.get(name, 0) + count
+        return data[start : start + count].copy()
+
+    return TensorSource(name, array.shape, format or {"f": "f32", "u": "u8"}[array.dtype.kind], data, read=None if counts is None else read)
+
+
+@pytest.mark.parametrize(("format", "dims", "scales"), [
+    ("f8_e4m3", (64, 64), np.ones((2, 1), np.float32)), ("f8_e4m3", (64, 64), np.ones((1, 2), np.float32)), ("f8_e4m3", (64, 64), np.ones(4, np.float32)),
+    ("f8_e4m3", (64, 64), np.ones((4, 2), np.float32)), ("f8_e4m3", (64, 64), np.ones((3, 2), np.float32)), ("f8_e4m3", (64, 64), np.ones((2, 2), np.uint8)),
+    ("f16", (64, 32), np.ones((2, 2), np.float32)), ("u8", (64, 4, 16), np.ones((64, 3), np.uint8)), ("u8", (64, 4, 16), np.ones((63, 4), np.uint8)),
+    ("u8", (64, 4, 16), np.ones((65, 4), np.uint8)), ("u8", (64, 4, 16), np.ones((64, 4), np.float32)), ("u8", (64, 8, 8), np.ones((64, 8), np.uint8)),
+    ("u8", (64, 64), np.ones((64, 2), np.uint8)),
+])  # fmt: skip
+def test_codes_and_scales_that_do_not_belong_together_are_a_damaged_file(format, dims, scales):
+    codes = source("w", np.zeros(dims, np.uint8 if format != "f16" else np.uint16), format)
+    shape = (dims[0], math.prod(dims[1:]) * (2 if format == "u8" else 1))
+    ref = WeightRef("w", scales="s", tile=(32, 32))
+    for sources in ({"w": codes, "s": source("s", scales)}, {"w": stack(codes), "s": stack(source("s", scales))}):
+        one = ref if len(sources["w"].shape) == len(dims) else ref.split(2)[1]
         with pytest.raises(ModelFileError, match="do not fit"):
-            merged("w", "f", format, dims, codes, scales, 0, (32, 32))
-    source = {"w": TensorSource("w", (64, 64), "f8_e4m3", codes)}
+            one.resolve(sources, "x", shape)
+        with pytest.raises(ModelFileError, match="do not fit"):
+            one.block(0, 32).resolve(sources, "x", (32, shape[1]))
+        with pytest.raises(ModelFileError, match="do not fit"):
+            one.check_scales(sources)
     with pytest.raises(ModelFileError, match="missing"):
-        WeightRef("w", scales="s", tile=(32, 32)).resolve(source, "x", (64, 64))
+        ref.resolve({"w": codes}, "x", shape)
+
+
+def stack(one):
+    """Two of a tensor."""
+    return TensorSource(one.name, (2, *one.shape), one.format, np.concatenate([one.data, one.data]))
+
+
+def test_of_the_scales_only_those_that_are_needed_are_read():
+    counts = {}
+    experts, rows, groups = 8, 12, 4
+    rng = np.random.default_rng(3)
+    blocks, exponents = rng.integers(0, 256, (experts, rows, groups, 16)).astype(np.uint8), rng.integers(120, 130, (experts, rows, groups)).astype(np.uint8)
+    sources = {"b": source("b", blocks, counts=counts), "s": source("s", exponents, counts=counts)}
+    ref = WeightRef("", parts=tuple(WeightRef("b", scales="s", expert=e) for e in range(experts)))
+    found = [part.resolve(sources, "x", (rows, groups * 32)).data.reshape(rows, groups, 17) for part in ref.split(experts)]
+    assert counts == {"b": blocks.nbytes, "s": exponents.nbytes}
+    np.testing.assert_array_equal(np.stack(found)[..., 0], exponents)
+    with pytest.raises(ModelFileError, match="experts"):
+        ref.parts[0].resolve({**sources, "s": source("s", exponents[:-1])}, "x", (rows, groups * 32))
+
+    counts.clear()
+    codes, scales = rng.integers(0, 127, (256, 256)).astype(np.uint8), rng.standard_normal((8, 2)).astype(np.float32)
+    sources = {"w": source("w", codes, "f8_e4m3", counts), "s": source("s", scales, counts=counts)}
+    wanted = CODES[codes].astype(np.float32) * tiled(scales, (32, 128), 256, 256)
+    some = WeightRef("w", scales="s", tile=(32, 128)).block(40, 100).resolve(sources, "x", (60, 256))
+    np.testing.assert_array_equal(some.decode(), wanted[40:100])
+    assert counts == {"w": 60 * 256, "s": 3 * 2 * 4}  # tiles of rows 32, 64 and 96 begin
 
 
 # whole models -------------------------------------------------------------------------------------------------------------
@@ -226,6 +272,18 @@ def test_methods_that_are_not_read_are_refused_by_name(tmp_path):
         folder = write_folder(tmp_path / f"tile{number}", {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": tile}}, values)
         with pytest.raises(ModelFileError, match="weight_block_size"):
             opened(folder)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_scales_of_another_shape_are_a_damaged_file_before_anything_is_loaded(kind, tmp_path):
+    coded, _ = mxfp4_pair(tmp_path) if kind == "mxfp4" else fp8_pair(tmp_path, (16, 8))
+    files = open_model(coded)
+    name = next(n for n in files.tensors if n.endswith(("_scales", "o_proj.weight_scale_inv")))
+    shape = files.tensors[name].shape
+    more = (*shape[:-2], shape[-2] * 2, *shape[-1:])
+    tensors = {**files.tensors, name: source(name, np.ones(more, np.uint8 if kind == "mxfp4" else np.float32))}
+    with pytest.raises(ModelFileError, match="do not fit"):
+        build(files.kind, files.architecture, files.config, tensors, context_limit=40)
 
 
 def test_scales_that_are_left_out_of_the_file_are_missed_before_anything_is_loaded(tmp_path):
