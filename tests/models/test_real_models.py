@@ -48,11 +48,15 @@ class Runner:
         batch = StepBatch(np.array(ids, np.int32), rows, rows, np.array([0, n], np.int32), np.array([n], np.int32), table, rows)
         return self.executor.run(batch).logits.copy()
 
-    def perplexity(self, ids):
-        rows = self.logits(ids[:-1]).astype(np.float64)
+    def logprobs(self, ids):
+        """[tokens, vocabulary]: of what may follow each token."""
+        rows = self.logits(ids).astype(np.float64)
         top = rows.max(axis=1, keepdims=True)
-        logprobs = rows - top - np.log(np.exp(rows - top).sum(axis=1, keepdims=True))
-        return float(np.exp(-logprobs[np.arange(len(rows)), ids[1:]].mean()))
+        return rows - top - np.log(np.exp(rows - top).sum(axis=1, keepdims=True))
+
+    def perplexity(self, ids):
+        logprobs = self.logprobs(ids[:-1])
+        return float(np.exp(-logprobs[np.arange(len(logprobs)), ids[1:]].mean()))
 
     def __enter__(self):
         return self
@@ -96,18 +100,23 @@ def test_cpu_avx_agrees_with_the_reference(name, act, bound, real_model_path):
     assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=bound)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_dtype", "bound"),
-    [("smollm2", "bf16", 0.005), ("smollm2", "int8", 0.005), ("gemma3-270m", "bf16", 0.005), ("gemma3-270m", "int8", 0.005)],
-)
-def test_a_smaller_cache_changes_the_perplexity_little(name, kv_dtype, bound, real_model_path):
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("bf16", 0.0001), ("int8", 0.002)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_smaller_cache_changes_the_predictions_little(name, kv_dtype, bound, real_model_path):
+    """bound: of the mean divergence Σ p · ln(p / q) between what may follow a token with an f32 cache (p) and with the smaller one (q), in
+    nats: what the change would cost on text of the model's own. Found: bf16 0.00001 to 0.00003, int8 0.0007 to 0.0010, each ± 0.0001.
+    The perplexity of one text of 211 tokens says less: its change has a standard error of 0.3 %, so that the 0.5 % that it must not go
+    beyond are asked of it within two of those errors."""
     ids = REFERENCE[MODELS[name]]["perplexity"]["ids"]
     found = {}
     for kept in ("f32", kv_dtype):
         with Runner(real_model_path(name), "cpu_avx", {"act": "f32", "kv_dtype": kept}) as runner:
-            found[kept] = runner.perplexity(ids)
-    assert found[kv_dtype] == pytest.approx(found["f32"], rel=bound)
-    assert found[kv_dtype] != found["f32"]
+            found[kept] = runner.logprobs(ids[:-1])
+    whole, small = found["f32"], found[kv_dtype]
+    divergence = (np.exp(whole) * (whole - small)).sum(axis=1).mean()
+    assert 0 < divergence <= bound
+    cost = (whole - small)[np.arange(len(whole)), ids[1:]]  # of each token of the text, in nats: 0.005 is 0.5 % of perplexity
+    assert abs(cost.mean()) <= 0.005 + 2 * cost.std(ddof=1) / np.sqrt(len(cost))
 
 
 @pytest.mark.parametrize("name", MODELS)
