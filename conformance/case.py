@@ -18,10 +18,11 @@ from .numbers import Numbers, seed_of
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["DEFAULT_SEED", "LEVELS", "RULES", "Case", "CaseResult", "Failure", "NotApplicable", "Outcome", "Requirements", "matches"]
+__all__ = ["DEFAULT_SEED", "LEVELS", "RULES", "STATUSES", "Case", "CaseResult", "Failure", "NotApplicable", "Outcome", "Requirements", "matches"]
 
 DEFAULT_SEED = 1
 LEVELS = ("bronze", "silver", "gold")
+STATUSES = ("passed", "expected", "n/a", "failed", "not run")
 RULES = ("bound", "exact", "guard", "error", "honest", "contract", "prop", "d0", "d1", "d2", "d3", "leak", "model", "serve")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastllm.api import API_VERSION, CORE_OPS, OPSET
 
-from .case import LEVELS, Case, CaseResult
+from .case import LEVELS, STATUSES, Case, CaseResult
 from .perf import perf_reasons
 
 __all__ = ["DEVICE_OPS", "NEVER_EXPECTED", "SUITE_VERSION", "Standing", "native_ops", "select", "standing"]
@@ -68,9 +68,13 @@ def select(cases: Iterable[Case], level: str, quick: bool) -> list[Case]:
 
 
 def native_ops(results: Sequence[CaseResult]) -> tuple[list[str], list[str]]:
-    """(core ops whose own implementation was seen and passed, those that are inherited or not seen): as observed, not as claimed."""
+    """(core ops whose own implementation was seen and passed, those that are inherited or not seen): as observed, not as claimed.
+
+    The suite's own cases only: what a vendor adds proves nothing to others."""
     seen: dict[str, set[bool]] = {}
     for result in results:
+        if result.id.startswith("vendor/"):
+            continue
         if result.op in DEVICE_OPS and result.native is not None and result.status == "passed" and _in_f32(result.id):
             seen.setdefault(result.op, set()).add(result.native)
     native = [op for op in DEVICE_OPS if True in seen.get(op, ())]
@@ -94,7 +98,7 @@ def standing(
     for name in LEVELS[: LEVELS.index(asked) + 1]:
         missing = [] if whole else ["a filtered or quick run earns no level"]
         own = [r for r in results if r.level == name]
-        missing += [f"{r.id}: {r.message or r.status}" for r in own if r.status in ("failed", "not run")]
+        missing += [f"{r.id}: {r.message or r.status}" for r in own if r.status not in ("passed", "expected", "n/a")]
         if not own:
             missing.append(f"no case of {name} ran")
         if name == "silver":
@@ -106,7 +110,7 @@ def standing(
             reasons = [f"not {name}: {line}" for line in missing[:20]]
             break
         level = name
-    return Standing(level, tuple(reasons), {k: counts.get(k, 0) for k in ("passed", "expected", "n/a", "failed", "not run")}, len(native), len(DEVICE_OPS), tuple(inherited))
+    return Standing(level, tuple(reasons), {k: counts.get(k, 0) for k in STATUSES}, len(native), len(DEVICE_OPS), tuple(inherited))
 
 
 def _silver(results: Sequence[CaseResult], inherited: Sequence[str], tolerated: bool) -> list[str]:

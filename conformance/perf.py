@@ -20,13 +20,15 @@ from fastllm.api import UsageError
 from .blocks import PLAIN_BYTES
 from .case import CaseResult, matches
 
-__all__ = ["Floor", "build_perf", "compare", "perf_reasons", "perf_rows", "perf_text", "read_floors", "roofs"]
+__all__ = ["DERIVED", "Floor", "build_perf", "compare", "perf_reasons", "perf_rows", "perf_text", "read_floors", "read_old", "roofs"]
 
 NOISE = 0.05
 """A change that is smaller is not told, however narrow the spreads are."""
 FEW = 8
 """Operations per byte up to which an op counts as one that reads and writes."""
 UNITS = ("fraction", "tokens_per_s")
+DERIVED = ("fraction", "tokens_per_s", "bound")
+"""What an item has beside what was measured."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def perf_reasons(perf: Mapping[str, Any] | None) -> list[str]:
         return ["there is no perf report"]
     if perf["emulated"]:
         return ["emulated devices report no speed, and Gold needs a perf report"]
-    missing = [f"{i['id']}: {i['message'] or i['status']}" for i in perf["items"] if i["status"] in ("failed", "not run")]
+    missing = [f"{i['id']}: {i['message'] or i['status']}" for i in perf["items"] if i["status"] not in ("passed", "n/a")]
     if not any("median_s" in i for i in perf["items"]):
         missing.append("the perf report has no measurement")
     for f in perf["floors"]:
@@ -127,17 +129,25 @@ def perf_reasons(perf: Mapping[str, Any] | None) -> list[str]:
     return missing
 
 
-def compare(perf: Mapping[str, Any], old: str | Path) -> dict[str, Any]:
-    """Items whose median is more than 5 % away from an older report's, and whose middle halves do not overlap.
-
-    Raises UsageError for a file that has no perf part."""
+def read_old(path: str | Path) -> dict[str, Any]:
+    """A report to compare with. Raises UsageError for a file that has no perf part."""
+    fix = "name a conformance.json that was made with --perf"
     try:
-        before = json.loads(Path(old).read_text(encoding="utf-8"))
-        known = {i["id"]: i for i in before["perf"]["items"] if "median_s" in i}
+        before = json.loads(Path(path).read_text(encoding="utf-8"))
+        measured = [i for i in before["perf"]["items"] if "median_s" in i]
+        usable = all(isinstance(i["id"], str) and i["median_s"] > 0 and i["q1_s"] <= i["q3_s"] for i in measured)
     except OSError as error:
-        raise UsageError(f"cannot read {old}: {error.strerror}", who="--compare", fix="name a conformance.json that was made with --perf") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}", who="--compare", fix=fix) from None
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{old} has no perf report", who="--compare", fix="name a conformance.json that was made with --perf") from None
+        usable, measured = False, []
+    if not usable or not measured:
+        raise UsageError(f"{path} has no perf report", who="--compare", fix=fix)
+    return dict(before)
+
+
+def compare(perf: Mapping[str, Any], before: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Items whose median is more than 5 % away from an older report's, and whose middle halves do not overlap. name: of that report."""
+    known = {i["id"]: i for i in before["perf"]["items"] if "median_s" in i}
     changes = []
     for item in perf["items"]:
         was = known.get(item["id"])
@@ -148,7 +158,7 @@ def compare(perf: Mapping[str, Any], old: str | Path) -> dict[str, Any]:
         if abs(ratio) > NOISE and apart:
             changes.append({"id": item["id"], "old_s": was["median_s"], "new_s": item["median_s"], "change": ratio})
     return {
-        "old": str(old), "date": before.get("date", ""), "device": before.get("device", ""), "compared": sum("median_s" in i and i["id"] in known for i in perf["items"]),
+        "old": name, "date": before.get("date", ""), "device": before.get("device", ""), "compared": sum("median_s" in i and i["id"] in known for i in perf["items"]),
         "changes": sorted(changes, key=lambda c: -abs(c["change"])),
     }  # fmt: skip
 

@@ -22,14 +22,14 @@ from fastllm.api import KVSpec, StepBatch, StepLimits
 
 from . import blocks, tiny
 from .bench import Cache, In, Operand, Weight
-from .case import Case, NotApplicable, Outcome
+from .case import Case, NotApplicable, Outcome, matches
 from .loaded import Loaded, batch_of
 from .midmodel import save_mid
 from .numbers import Numbers
 from .session import Session
 from .speed import Prepared, Timing, timed
 
-__all__ = ["perf_cases"]
+__all__ = ["perf_cases", "perf_items"]
 
 PROMPT, ROWS, WIDTH, WIDE = 256, 2048, 4096, 11008
 FOOTPRINT = 128 << 20
@@ -277,3 +277,8 @@ def perf_cases() -> dict[str, Case]:
         add(f"model/mid-q4_0/-/s{streams}-t{tokens}/{name}#perf", "model", _model, "mid", streams, tokens)
     return found
 
+
+def perf_items(ops: Sequence[str] = ()) -> list[Case]:
+    """All items; of a run of some ops (patterns), the probes and what is about those ops."""
+    items = list(perf_cases().values())
+    return [i for i in items if not ops or i.op == "probe" or any(matches(i.op, p) for p in ops)]

@@ -34,7 +34,7 @@ def publish(reports: Sequence[str | Path], target: Path) -> list[dict[str, Any]]
     """Writes the summaries of reports (paths of conformance.json) to a file; returns them.
 
     Raises UsageError for a report that does not verify, that reached no level, or whose backend is another one's."""
-    from .report import verify  # the whole suite, which listing backends does without
+    from .verify import verify  # the whole suite, which listing backends does without
 
     found = []
     for path in reports:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fastllm.api import plugin_facts
 
-from .case import DEFAULT_SEED, Case, CaseResult, Requirements, matches
+from .case import DEFAULT_SEED, CaseResult, Requirements
 from .expected import apply_expected, read_expected
 from .levels import Standing, standing
-from .perf import build_perf, compare, read_floors
-from .perf_cases import perf_cases
+from .perf import build_perf, compare, read_floors, read_old
+from .perf_cases import perf_items
 from .report import build_report, kernel_hash
 from .runner import Job, Selection, cases_for, choose, run_cases
 from .session import Target
@@ -61,6 +61,7 @@ class Run:
 def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lambda result: None) -> Run:
     """Runs it. Raises UsageError for a selection that matches nothing, and the loader's errors for a backend that does not open."""
     start = time.perf_counter()
+    old = read_old(options.compare) if options.compare is not None else {}  # before minutes are spent
     target = options.target
     facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
     requirements = facts.requirements if isinstance(facts.requirements, Requirements) else Requirements()
@@ -81,28 +82,21 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     perf = None
     stopped = options.stop and any(r.status == "failed" for r in found)
     if (options.perf or (selection.level == "gold" and selection.whole)) and not stopped:
-        perf = build_perf(run_cases(replace(job, jobs=1), _perf_items(selection), progress), floors, emulated=emulated)
-        if options.compare is not None:
-            perf["compared"] = compare(perf, options.compare)
+        perf = build_perf(run_cases(replace(job, jobs=1), perf_items(selection.ops), progress), floors, emulated=emulated)
+        if old:
+            perf["compared"] = compare(perf, old, str(options.compare))
     earned = standing(found, selection.level, whole=selection.whole, tolerated=bool(requirements.tolerance), perf=perf)
     about: Mapping[str, Any] = {
         "distribution": facts.distribution, "version": facts.version, "device": facts.device, "environment": dict(facts.environment),
-        "options": dict(target.options), "execution": "emulated" if emulated else facts.execution,
+        "options": dict(target.options), "device_kind": facts.execution, "emulated": emulated, "execution": "emulated" if emulated else facts.execution,
         "sources": kernel_hash(facts.package_folder), "tolerance": {k: list(v) for k, v in requirements.tolerance.items()},
+        "expected": [asdict(e) for e in listed], "floors": [asdict(f) for f in floors],
     }  # fmt: skip
     report = build_report(
         found, earned, selection, backend=target.name, command=options.command, seed=options.seed, engine=_engine(), about=about,
         time_s=time.perf_counter() - start, perf=perf,
     )  # fmt: skip
     return Run(found, earned, report)
-
-
-def _perf_items(selection: Selection) -> list[Case]:
-    """All of them; of a run of some ops, the probes and what is about those ops."""
-    items = list(perf_cases().values())
-    if not selection.ops:
-        return items
-    return [i for i in items if i.op == "probe" or any(matches(i.op, p) for p in selection.ops)]
 
 
 def _engine() -> str:

@@ -143,7 +143,7 @@ def list_command(level: str, quick: bool, ops: tuple[str, ...], cases: tuple[str
 @_with(_common)
 def verify_command(report: str, as_json: bool, debug: bool) -> int:
     """Check that a report is consistent: counts, level, and no case dropped or added."""
-    from ..conformance.report import verify
+    from ..conformance.verify import verify
     from .terminal import escape_controls
 
     wrong = verify(report)

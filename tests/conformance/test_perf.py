@@ -11,7 +11,7 @@ from fastllm.api import UsageError
 from fastllm.cli.main import run_command
 from fastllm.conformance.case import CaseResult, Requirements
 from fastllm.conformance.levels import standing
-from fastllm.conformance.perf import Floor, build_perf, compare, perf_reasons, perf_rows, perf_text, read_floors
+from fastllm.conformance.perf import Floor, build_perf, compare, perf_reasons, perf_rows, perf_text, read_floors, read_old
 from fastllm.conformance.perf_cases import perf_cases
 from fastllm.conformance.report import markdown, page
 from fastllm.conformance.runner import Job, run_cases
@@ -80,16 +80,26 @@ def test_only_changes_that_are_large_and_apart_are_told(tmp_path):
     old = tmp_path / "old.json"
     for slower, spread, told in ((1.0, 0.0, 0), (1.04, 0.0, 0), (1.3, 0.0, 1), (1.3, 0.2, 0), (0.5, 0.1, 1)):
         old.write_text(json.dumps({"perf": build_perf(results(spread=spread), [], emulated=False), "date": "2026-01-01", "device": "x"}))
-        found = compare(build_perf(results(slower, spread), [], emulated=False), old)
+        found = compare(build_perf(results(slower, spread), [], emulated=False), read_old(old), str(old))
         assert len(found["changes"]) == told, (slower, spread)
         assert found["compared"] == 7
     assert found["changes"][0]["change"] == pytest.approx(-0.5)
-    for text in ("{}", "[", '{"perf": null}'):
+    for text in ("{}", "[", '{"perf": null}', '{"perf": {"items": []}}', '{"perf": {"items": [{"id": "a", "median_s": "x"}]}}'):
         old.write_text(text)
         with pytest.raises(UsageError, match="has no perf report"):
-            compare(build_perf(results(), [], emulated=False), old)
+            read_old(old)
     with pytest.raises(UsageError, match="cannot read"):
-        compare(build_perf(results(), [], emulated=False), tmp_path / "none.json")
+        read_old(tmp_path / "none.json")
+
+
+def test_a_report_to_compare_with_is_read_before_anything_runs(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr("fastllm.conformance.run.run_cases", lambda *a: ran.append(a))
+    (tmp_path / "old.json").write_text("{}")
+    options = ("conformance", "run", "--backend", "ref", "--quick", "--perf", "--compare")
+    assert [run_command([*options, str(tmp_path / name)]) for name in ("old.json", "none.json")] == [2, 2]
+    assert "has no perf report" in capsys.readouterr().err
+    assert ran == []
 
 
 def test_items_are_measured_through_the_backend():
@@ -119,7 +129,7 @@ def test_an_emulated_device_reports_what_leaves_it_and_no_speed():
 
 def test_the_report_has_the_perf_part_in_every_form(tmp_path, capsys, monkeypatch):
     few = {k: v for k, v in perf_cases().items() if "kv_write/" in k}
-    monkeypatch.setattr("fastllm.conformance.run.perf_cases", lambda: few)
+    monkeypatch.setattr("fastllm.conformance.perf_cases.perf_cases", lambda: few)
     (tmp_path / "conformance.toml").write_text('[[floor]]\nid = "kv_write/*"\nfraction = 0.000001\n')
     options = ["--backend", "cpu_avx", "--case", "softmax/f32/row/m3-n1000/normal#bound", "--perf", "--expected", str(tmp_path / "conformance.toml")]
     assert run_command(["conformance", "run", *options, "--report-dir", str(tmp_path / "a")]) == 0

@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def report(folder, level="bronze", **more):
     """A report in which every case of a level passed, as far as `standing` asks: made without running one."""
     wanted = [c for c in all_cases().values() if c.level == "bronze"]
-    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", native=False) for c in wanted]
+    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", native=False, margin=0.5 if c.bin else None) for c in wanted]
     earned = standing(cases, "bronze", whole=True)
     body = {
         "schema": SCHEMA, "suite": SUITE_VERSION, "api": "1.0", "opset": 1, "engine": "0", "backend": "acme", "distribution": "acme", "version": "0.3", "device": "d", "environment": {},
-        "options": {}, "execution": "device", "sources": "ab", "tolerance": {}, "date": "2026-01-01", "command": "run", "seed": 1, "asked": level, "quick": False,
+        "options": {}, "execution": "device", "device_kind": "device", "emulated": False, "expected": [], "floors": [], "sources": "ab", "tolerance": {}, "date": "2026-01-01", "command": "run", "seed": 1, "asked": level, "quick": False,
         "filters": {"op": [], "case": []}, "time_s": 3.0, "standing": earned.as_dict(), "perf": None, "cases": [c.as_dict() for c in cases], **more,
     }  # fmt: skip
     write_reports(body, folder)
@@ -35,7 +35,7 @@ def report(folder, level="bronze", **more):
 
 def test_a_report_becomes_a_line_of_the_package(tmp_path, capsys):
     path = report(tmp_path / "r")
-    other = report(tmp_path / "s", execution="cpu", options={"fast": "no"})
+    other = report(tmp_path / "s", execution="cpu", device_kind="cpu", options={"fast": "no"})
     (tmp_path / "package").mkdir()
     assert run_command(["conformance", "publish", str(path), str(other), "--into", str(tmp_path / "package")]) == 0
     assert "2 runs, native 0/14, bronze L1" in capsys.readouterr().out

@@ -13,10 +13,10 @@ from fastllm.conformance import Failure, NotApplicable, check_backend, parametri
 from fastllm.conformance.case import Case, CaseResult
 from fastllm.conformance.expected import apply_expected, read_expected
 from fastllm.conformance.levels import standing
-from fastllm.conformance.report import verify
 from fastllm.conformance.runner import Job, Selection, choose, run_cases
 from fastllm.conformance.session import Session, Target
 from fastllm.conformance.suite import all_cases
+from fastllm.conformance.verify import verify
 
 PLUGIN = """
 import os, signal, time
