@@ -83,6 +83,11 @@ class Matcher:
         return True
 
     @property
+    def held(self) -> bool:
+        """As of `lazy.Held`: from its first token on."""
+        return True
+
+    @property
     def complete(self) -> bool:
         """Nothing may follow."""
         return bool(self._matcher.is_stopped())

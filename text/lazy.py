@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 
@@ -33,7 +33,11 @@ class CallGrammar:
 
 
 class Held(Protocol):
-    """What one answer is held to (`fastllm.core.request.TokenConstraint`)."""
+    """What one answer is held to (`fastllm.core.request.TokenConstraint`). held: it is inside of a grammar."""
+
+    @property
+    def held(self) -> bool:
+        """It is inside of a grammar: what is said there is no markup."""
 
     def mask(self) -> np.ndarray | None:
         """u32 [words], or None: everything may be said."""
@@ -49,6 +53,11 @@ class After:
     def __init__(self, inner: Matcher, text: bytes, bytes_of: Callable[[int], bytes], opening: int | None = None):
         self._inner, self._text, self._bytes_of, self._opening = inner, text, bytes_of, opening
         self._tail, self._begun = b"", False
+
+    @property
+    def held(self) -> bool:
+        """As of `Held`."""
+        return self._begun
 
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""
@@ -72,8 +81,10 @@ class After:
 
 
 class Budget:
-    """Reasoning of at most so many tokens: then the closing marker must come. inner: what else holds the answer. closing_ids: the tokens that write
-    the marker. thinks: the answer starts in reasoning."""
+    """The reasoning that an answer starts with, of at most so many tokens: then its closing marker must come. What reasons later is text, and so
+    are markers inside of what `inner` holds. inner: what else holds the answer. closing_ids: the tokens that write the marker. thinks: the
+    answer starts in reasoning; else it may open it, with nothing but blanks before.
+    """
 
     def __init__(
         self,
@@ -86,13 +97,23 @@ class Budget:
         words: int,
     ):
         self._inner, self._left, self._opening, self._closing = inner, limit, *reasoning
-        self._ids, self._thinks, self._bytes_of, self._words = list(closing_ids), thinks, bytes_of, words
+        self._ids, self._bytes_of, self._words = list(closing_ids), bytes_of, words
+        self._state: Literal["start", "reasoning", "over"] = "reasoning" if thinks else "start"
         self._tail = b""
         self._forced = 0  # tokens of the marker that are out
 
+    @property
+    def held(self) -> bool:
+        """As of `Held`."""
+        return self._forces or (self._inner is not None and self._inner.held)
+
+    @property
+    def _forces(self) -> bool:
+        return self._state == "reasoning" and self._left <= 0
+
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""
-        if self._thinks and self._left <= 0:
+        if self._forces:
             mask, token = np.zeros(self._words, np.uint32), self._ids[self._forced]
             mask[token // 32] = np.uint32(1 << token % 32)
             return mask
@@ -100,17 +121,32 @@ class Budget:
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
-        if self._thinks and self._left <= 0:
+        done = self._inner is not None and self._inner.accept(token_id)
+        if self._forces:
             self._forced += 1
-            self._thinks = self._forced < len(self._ids)
+            if self._forced == len(self._ids):
+                self._state = "over"
+        elif self._state != "over":
+            self._look(token_id)
+        return done
+
+    def _look(self, token_id: int) -> None:
+        if self._inner is not None and self._inner.held:
+            self._state = "over"
+            return
+        self._tail += self._bytes_of(token_id)
+        if self._state == "start":
+            self._tail = self._tail.lstrip()
+            if self._tail.startswith(self._opening):
+                self._tail, self._state = self._tail[len(self._opening) :], "reasoning"
+            elif not self._opening.startswith(self._tail):
+                self._state = "over"
         else:
-            self._tail += self._bytes_of(token_id)
-            self._left -= self._thinks
-            marker = self._closing if self._thinks else self._opening
-            if marker in self._tail:
-                self._tail, self._thinks = self._tail[self._tail.index(marker) + len(marker) :], not self._thinks
-            self._tail = self._tail[-max(len(self._opening), len(self._closing)) :]
-        return self._inner is not None and self._inner.accept(token_id)
+            self._left -= 1
+        if self._state == "reasoning":
+            if self._closing in self._tail:
+                self._state = "over"
+            self._tail = self._tail[-len(self._closing) :]
 
 
 class Lazy:
@@ -137,6 +173,11 @@ class Lazy:
         self._matcher: Matcher | None = None
         markers = [call.marker for call in self._calls] + ([] if reasoning is None else list(reasoning))
         self._longest = max(map(len, markers), default=1)
+
+    @property
+    def held(self) -> bool:
+        """As of `Held`."""
+        return self._matcher is not None
 
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""

@@ -16,6 +16,7 @@ from ..core.errors import InvalidRequest, InvalidSchema, Unavailable
 if TYPE_CHECKING:
     from ..core.request import TokenConstraint
     from ..text.grammar import GrammarCompiler
+    from ..text.lazy import Held
     from .prepare import Prepared
     from .schemas import Sampling
 
@@ -103,7 +104,7 @@ class Compilation:
 def compile_constraint(compiler: GrammarCompiler, ready: Prepared) -> Callable[[], TokenConstraint] | None:
     """What holds the answers of a request; None: nothing. Raises InvalidRequest, InvalidSchema."""
     thinking = ready.thinking
-    made: Callable[[], TokenConstraint] | None = None
+    made: Callable[[], Held] | None = None
     if ready.constraint is not None:
         try:
             made = _held(compiler, ready.constraint, ready)
@@ -119,7 +120,7 @@ def compile_constraint(compiler: GrammarCompiler, ready: Prepared) -> Callable[[
     return made
 
 
-def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], TokenConstraint]:
+def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], Held]:
     thinking, param = ready.thinking, wanted["param"]
     markers = (thinking["opening"], thinking["closing"]) if thinking else None
     if wanted["kind"] == "calls":

@@ -127,7 +127,7 @@ class Generation:
             return None
         calls = None if spec.calls is None else FORMATS[spec.calls]
         reasoning = None if spec.reasoning is None else REASONING[spec.reasoning]
-        return OutputParser(reasoning, calls, tools=spec.tools, in_reasoning=spec.in_reasoning, stream=spec.held)
+        return OutputParser(reasoning, calls, tools=spec.tools, in_reasoning=spec.in_reasoning, stream=spec.held, form=spec.form)
 
     @property
     def one_call(self) -> bool:

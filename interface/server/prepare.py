@@ -233,10 +233,10 @@ def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | N
     room = kitchen.n_ctx - len(ids)
     if room < (0 if ready.params.max_tokens == 0 else 1):
         raise overflow(kitchen, len(ids))
-    if asked is not None and asked > room and not ready.warnings:
+    if asked is not None and asked > room and not any(warning.startswith("max_tokens ") for warning in ready.warnings):
         ready.warnings.append(f"max_tokens {asked} is cut to {room}: the context has {kitchen.n_ctx} tokens, the prompt {len(ids)}")
         if kitchen.strict:
-            raise InvalidRequest(f"--strict: {ready.warnings[0]}", who="max_tokens", fix=f"max_tokens {room}", param="max_tokens")
+            raise InvalidRequest(f"--strict: {ready.warnings[-1]}", who="max_tokens", fix=f"max_tokens {room}", param="max_tokens")
     ready.prompts.append(np.array(ids, np.int32))
 
 
@@ -303,9 +303,12 @@ def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, r
     if use.tools:
         format = wanted if wanted is not None and str(wanted["param"]).startswith("response_format") else None
         if wanted is not None and format is None:
+            param = str(wanted["param"])
             if use.choice == "required":
-                param = str(wanted["param"])
                 raise InvalidRequest(f"{param} and tool_choice both say what the answer looks like", who=param, fix="send one", param=param)
+            ready.warnings.append(f"the tools cannot be called: {param} says what the answer looks like")
+            if spec is not None:
+                spec.calls = None
         else:  # a call, or the JSON; a call that must happen leaves no place for JSON
             ready.constraint, why = calls_constraint(use, template, kitchen.tokenizer, None if use.choice == "required" else format)
             if ready.constraint is None:
@@ -316,7 +319,8 @@ def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, r
         token = kitchen.tokenizer.piece_to_id(marker)
         if token is not None:
             ready.params = replace(ready.params, logit_bias={**(ready.params.logit_bias or {}), token: -100.0})
-    if spec is not None:
+    if spec is not None and (spec.calls or spec.reasoning):
+        spec.form = ready.constraint is not None and ready.constraint["kind"] != "calls"
         ready.output = spec.as_dict()
     _shape_reasoning(kitchen, body, spec, prompt, ready)
 

@@ -32,7 +32,7 @@ DESCRIPTION: Final = (
 @dataclass
 class OutputSpec:
     """How an answer's text is read. calls, reasoning: names of formats; tools: name -> schema; in_reasoning: it starts there; one: the first
-    call ends the answer; held: a grammar holds the calls, so their arguments leave while they are written."""
+    call ends the answer; held: a grammar holds the calls, so their arguments leave while they are written; form: one holds all but reasoning."""
 
     calls: str | None = None
     reasoning: str | None = None
@@ -40,6 +40,7 @@ class OutputSpec:
     in_reasoning: bool = False
     one: bool = False
     held: bool = False
+    form: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -12,7 +12,7 @@ import pytest
 from fastllm.loading import LoadOptions, load_model
 from fastllm.server.settings import ServerSettings
 
-from .conftest import Server
+from .conftest import Script, Server
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {
@@ -22,6 +22,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": SCHEMA}}
+NOT = {"type": "object", "properties": {"n": {"type": "integer"}, "k": {"not": {"type": "integer"}}}}
+LOOSE = {"type": "function", "function": {"name": "weather", "parameters": NOT}}  # which no grammar holds
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = f'<tool_call>\n{json.dumps({"name": "weather", "arguments": {"n": 3, "k": "a"}})}\n</tool_call>'
 THINKS = (
@@ -131,38 +133,93 @@ def test_calls_that_must_happen(client, choice, stream):
     assert fits(calls[0][1])
 
 
-def test_auto_reads_calls_and_leaves_text(client):
-    said = {"structured_outputs": {"choice": [f"Let me see.\n{CALL}"]}}
-    [choice] = ask(client, tools=[WEATHER, CLOCK], extra_body=said, max_tokens=200).choices
+def test_auto_reads_calls_and_leaves_text(client, script):
+    said = f"Let me see.\n{CALL}"
+    script.say(said)
+    [choice] = ask(client, tools=[LOOSE, CLOCK], max_tokens=200).choices
     assert choice.message.content == "Let me see."
     assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == [("weather", {"n": 3, "k": "a"})]
     assert choice.finish_reason == "tool_calls"
-    assert joined(ask(client, tools=[WEATHER], extra_body=said, max_tokens=200, stream=True)) == (
+    script.say(said)
+    assert joined(ask(client, tools=[LOOSE], max_tokens=200, stream=True)) == (
         "",
         "Let me see.",
         [("weather", {"n": 3, "k": "a"})],
         "tool_calls",
     )
-    [choice] = ask(client, tools=[WEATHER], tool_choice="none", extra_body=said, max_tokens=200).choices
-    assert choice.message.content == f"Let me see.\n{CALL}"
+    script.say(said)
+    [choice] = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=200).choices
+    assert choice.message.content == said
     assert choice.message.tool_calls is None
 
 
-def test_a_call_that_is_cut_is_no_call(client):
-    said = {"structured_outputs": {"choice": [CALL]}}
-    [choice] = ask(client, tools=[WEATHER], extra_body=said, max_tokens=30).choices
+def test_a_call_that_is_cut_is_no_call(client, script):
+    script.say(CALL)
+    [choice] = ask(client, tools=[LOOSE], max_tokens=30).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert CALL.startswith(choice.message.content)
-    both = {"structured_outputs": {"choice": [CALL + CALL]}}
-    [choice] = ask(client, tools=[WEATHER], extra_body=both, max_tokens=400).choices
+    both = CALL + CALL
+    script.say(both)
+    [choice] = ask(client, tools=[LOOSE], max_tokens=400).choices
     assert len(choice.message.tool_calls) == 2
-    [choice] = ask(client, tools=[WEATHER], extra_body=both, max_tokens=400, parallel_tool_calls=False).choices
+    script.say(both)
+    [choice] = ask(client, tools=[LOOSE], max_tokens=400, parallel_tool_calls=False).choices
     assert len(choice.message.tool_calls) == 1
     assert choice.finish_reason == "tool_calls"
-    assert joined(ask(client, tools=[WEATHER], extra_body=both, max_tokens=400, parallel_tool_calls=False, stream=True))[2:] == (
+    script.say(both)
+    assert joined(ask(client, tools=[LOOSE], max_tokens=400, parallel_tool_calls=False, stream=True))[2:] == (
         [("weather", {"n": 3, "k": "a"})],
         "tool_calls",
     )
+
+
+def test_a_form_leaves_no_place_for_calls_which_is_said(client, http, script):
+    body = {"messages": HI, "tools": [WEATHER], "guided_choice": [CALL], "max_tokens": 200}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["x-fastllm-warning"] == "the tools cannot be called: guided_choice says what the answer looks like"
+    [choice] = answer.json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert "tool_calls" not in choice["message"]
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"], "additionalProperties": False}
+BOB = '{"name": "Bob", "age": 3}'
+
+
+@pytest.mark.parametrize("tool", [LOOSE, WEATHER], ids=["free", "held"])
+def test_json_with_a_name_is_no_call(start, tool):
+    """Of a family whose calls are bare JSON."""
+    server = start(tool_parser="llama3-json")
+    script = Script(server)
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            format = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+            for more in ({"extra_body": {"guided_json": PERSON}}, {"response_format": format} if tool is WEATHER else {}):
+                for stream in (False, True):
+                    script.say(BOB)
+                    answer = ask(client, tools=[tool], stream=stream, **more)
+                    if stream:
+                        assert joined(answer) == ("", BOB, [], "stop")
+                    else:
+                        [choice] = answer.choices
+                        assert (choice.message.content, choice.message.tool_calls, script.refused) == (BOB, None, [])
+            call = '{"name": "weather", "parameters": {"n": 3, "k": "a"}}'
+            script.say(call)
+            assert joined(ask(client, tools=[tool], stream=True)) == ("", "", [("weather", {"n": 3, "k": "a"})], "tool_calls")
+    finally:
+        server.close()
+
+
+def test_markers_in_the_strings_of_a_form_are_text(client, thinker, script):
+    text = json.dumps({"a": f"<think>no</think> <tool_call>{BOB}</tool_call>"})
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    format = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    script.say(text)
+    [choice] = ask(client, response_format=format, tools=[WEATHER]).choices
+    assert (choice.message.content, choice.message.tool_calls, script.refused) == (text, None, [])
+    form = {"guided_choice": [text], "thinking_budget": 4}
+    [choice] = ask(thinker, extra_body=form).choices
+    assert choice.message.content == text
 
 
 def test_results_go_back(client, http):

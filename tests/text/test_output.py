@@ -156,6 +156,32 @@ def test_what_is_no_call_comes_back_as_content(name, text):
     assert parse("See: " + text if text[0] not in "[{" else text, name, [2] * len(text), strip=False) == ("", ("See: " if text[0] not in "[{" else "") + text, [])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3-json", '{"name": "Bob", "age": 3}'),
+        ("llama3-json", '{"name": "Bob", "parameters": {}}'),
+        ("llama3-json", '{"name": "weather", "wind": {"city": "x"}}'),
+        ("llama-pythonic", "[print(a=1)]"),
+        ("hermes", '<tool_call>{"name": "Bob", "arguments": {}}</tool_call>'),
+    ],
+)
+def test_what_calls_no_known_tool_is_content(name, text, stream):
+    assert parse(text, name, [3] * 20, stream=stream, strip=False) == ("", text, [])
+
+
+def test_what_is_no_call_is_not_held_back():
+    parser = OutputParser(None, FORMATS["llama3-json"], tools=TOOLS, stream=True)
+    assert "".join(d.content for d in parser.feed('{"city": "x')) == '{"city": "x'
+
+
+def test_markers_in_a_form_are_its_own():
+    text = json.dumps({"a": "<think>b</think>", "c": "<tool_call><function=clock></function></tool_call>"})
+    assert parse(f"<think>hm</think>{text}", "qwen3-coder", [2] * 9, reasoning="think", form=True) == ("hm", text, [])
+    assert parse(TEXTS["qwen3-coder"], "qwen3-coder", [2] * 9, reasoning="think", form=True)[2] == CALLS
+
+
 def test_deep_nesting_is_content_and_quick():
     text = "<tool_call>" + "[" * 100_000
     assert parse(text, "hermes", [5000] * 20, strip=False) == ("", text, [])

@@ -78,10 +78,10 @@ def read_qwen3_coder(r: Region) -> Wait:
 
 def read_llama3(r: Region) -> Wait:
     """{"name": …, "parameters": …}, after <|python_tag|> or at the start; several with `;` between."""
-    yield from r.maybe("<|python_tag|>")
+    tagged = yield from r.maybe("<|python_tag|>")
     while True:
         yield from r.blank()
-        yield from r.named(("parameters", "arguments"))
+        yield from r.named(("parameters", "arguments"), bare=not tagged)
         yield from r.blank()
         if not (yield from r.maybe(";")):
             return

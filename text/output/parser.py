@@ -33,8 +33,9 @@ class Delta:
 
 class OutputParser:
     """One answer. reasoning, calls: the model's formats, None: it has none (its markers are then text). tools: name -> schema of the
-    parameters, for forms that write values as plain text. in_reasoning: the prompt ends inside of reasoning. strip: white space around calls
-    and after reasoning is markup, not content. stream: a grammar holds the calls."""
+    parameters, of all that may be called; none: any. in_reasoning: the prompt ends inside of reasoning. strip: white space around calls
+    and after reasoning is markup, not content. stream: a grammar holds the calls. form: another grammar holds what is not a call from its first
+    character on, so that markers inside of it are its own text."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class OutputParser:
         in_reasoning: bool = False,
         strip: bool = True,
         stream: bool = False,
+        form: bool = False,
     ):
         self._reasoning, self._calls, self._tools, self._strip, self._stream = reasoning, calls, tools or {}, strip, stream
+        self._form = form
         self._region: Region | None = None
         self._next = 0  # index of the next call
         self._state = "reasoning" if in_reasoning and reasoning is not None else "content"
@@ -111,6 +114,8 @@ class OutputParser:
         return self._until(self._content_markers(), out)
 
     def _content_markers(self) -> list[str]:
+        if self._form and self._started and not self._next:
+            return []
         markers = [] if self._reasoning is None else [self._reasoning.opening]
         if self._calls is not None:
             bare = [m for m in self._calls.markers if len(m) == 1]

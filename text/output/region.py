@@ -22,8 +22,7 @@ Tools = Mapping[str, Any]
 MAX_NAME: Final = 200
 _BLANK: Final = re.compile(r"\s*")
 _NAME: Final = re.compile(r"[\w.:/-]+")
-_HEAD: Final = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\\n])+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-MAX_HEAD: Final = 400  # characters in which the arguments must begin, to leave while they are written
+MAX_BLANK: Final = 8  # characters between two parts of a call that a grammar holds: what the grammar allows
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ Reader = Callable[["Region"], Wait]
 
 
 class Region:
-    """One region. first: index of its first call. stream: a grammar holds the call, so that pieces may leave as they come; else calls leave
-    when the region is read and valid.
+    """One region. tools: those that may be called; none: any. first: index of its first call. stream: a grammar holds the call, so that pieces may
+    leave as they come, and a text that the grammar does not allow is no call; else calls leave when the region is read and valid.
 
     done: it has been read; `rest` is not part of it. unread: text that is no part of what has left.
     """
@@ -101,8 +100,8 @@ class Region:
 
     def begin(self, name: str) -> None:
         """A call of this function; it leaves with the first of its arguments."""
-        if not name:
-            raise ValueError("a call without a name")
+        if not name or (self.tools and name not in self.tools):
+            raise ValueError("no tool has this name")
         self._begun, self._pairs = name, 0
 
     def arguments(self, text: str) -> None:
@@ -166,9 +165,13 @@ class Region:
 
     def blank(self) -> Wait:
         """Skips white space."""
+        size = 0
         while True:
             found = _BLANK.match(self._text, self._at)
-            self._at = found.end() if found else self._at
+            end = found.end() if found else self._at
+            size, self._at = size + end - self._at, end
+            if self.stream and size > MAX_BLANK:
+                raise ValueError("too many blanks")
             if self._at < len(self._text) or not (yield from self.more()):
                 return
 
@@ -251,26 +254,49 @@ class Region:
             if not (yield from self.more()):
                 raise ValueError("arguments are cut")
 
-    def named(self, keys: tuple[str, ...] = ("arguments", "parameters")) -> Wait:
-        """A call as an object with its name and its arguments. Where the arguments follow the name, they can leave as they come; another
-        order is read as a whole."""
+    def string(self) -> Generator[None, None, str]:
+        """A JSON string, as short as a name."""
+        yield from self.literal('"')
+        text = ""
+        while True:
+            text += yield from self.until('"', MAX_NAME)
+            if (len(text) - len(text.rstrip("\\"))) % 2 == 0:
+                return str(loads(f'"{text}"'))
+            text += '"'
+
+    def named(self, keys: tuple[str, ...] = ("arguments", "parameters"), *, bare: bool = False) -> Wait:
+        """A call as an object with its name and its arguments. One that a grammar holds has them in this order, and the arguments leave as they
+        come; else it is read as a whole. bare: no marker says that it is a call, so it must have arguments."""
         if (yield from self.peek()) != "{":
             raise ValueError("no object")
-        while self.stream and len(self._text) - self._at < MAX_HEAD:
-            found = _HEAD.match(self._text, self._at)
-            if found is not None:
-                self._at = found.end()
-                self.begin(loads(found[1]))
-                yield from self.object()
-                yield from self.value(JsonEnd("}"))  # what else the object has
-                self.end()
-                return
-            if JsonEnd().feed(self._text, self._at) is not None or not (yield from self.more()):
-                break
+        if self.stream:
+            yield from self._head(keys)
+            yield from self.object()
+            yield from self.value(JsonEnd("}"))  # what else the object has
+            self.end()
+            return
         value = loads((yield from self.value()))
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("a call without a name")
+        if bare and not any(key in value for key in keys):
+            raise ValueError("a call without arguments")
         self.whole(value["name"], _arguments(next((value[k] for k in keys if k in value), {})))
+
+    def _head(self, keys: tuple[str, ...]) -> Wait:
+        """Up to the arguments. What is none fails at its first character that differs, so a JSON answer is not held back."""
+        for literal in ("{", '"name"', ":"):
+            yield from self.literal(literal)
+            yield from self.blank()
+        name = yield from self.string()
+        yield from self.blank()
+        yield from self.literal(",")
+        yield from self.blank()
+        if (yield from self.string()) not in keys:
+            raise ValueError("a call without arguments")
+        yield from self.blank()
+        yield from self.literal(":")
+        yield from self.blank()
+        self.begin(name)
 
     def list(self) -> Wait:
         """A JSON list of such calls."""

@@ -1,0 +1,67 @@
+"""What begins in the middle of an answer: the end of reasoning that takes too long."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fastllm.text.grammar import GrammarCompiler
+from fastllm.text.output.call_grammars import lazy
+from tests.text.test_call_grammars import SCHEMAS, make
+
+THINK = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """(tokenizer, words, compiler): markers are text."""
+    tokenizer, words = make()
+    return tokenizer, words, GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+def said(tokenizer, held, text):
+    """What comes out if a model wants to say this: where the mask does not let it, the first token that it lets."""
+    ids = []
+    for token in tokenizer.encode(text, add_special=False, parse_special=False):
+        mask = held.mask()
+        for _ in range(40):  # what is forced comes between
+            if mask is None or mask[token // 32] >> (token % 32) & 1:
+                break
+            ids.append(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0]))
+            held.accept(ids[-1])
+            mask = held.mask()
+        ids.append(token)
+        held.accept(token)
+    return b"".join(tokenizer.decode_bytes(i, skip_special=False) for i in ids).decode()
+
+
+@pytest.mark.parametrize(
+    ("thinks", "text", "wanted"),
+    [
+        (True, "a b c d<think>e f g h", "a b</think> c d<think>e f g h"),
+        (True, "</think>b<think>c d e f g h i j</think>k", "</think>b<think>c d e f g h i j</think>k"),
+        (False, "\n <think>a b c</think>d<think>e f g", "\n <think>a b</think> c</think>d<think>e f g"),
+        (False, "See <think> and more of it", "See <think> and more of it"),
+        (False, "<thin ice, and <think> and more of it", "<thin ice, and <think> and more of it"),
+    ],
+)
+def test_a_budget_is_for_the_first_reasoning_only(model, thinks, text, wanted):
+    tokenizer, _, compiler = model
+    limit = 8 if text.startswith(THINK[1]) else 3  # the marker counts, too
+    assert said(tokenizer, compiler.budget(None, limit, THINK, thinks)(), text) == wanted
+
+
+def test_a_budget_leaves_forms_and_calls_alone(model):
+    tokenizer, words, compiler = model
+    text = "<think> b c d e f"
+    form = compiler.choice([text])
+    assert said(tokenizer, compiler.budget(form, 2, THINK, False)(), text) == text
+    quoted = json.dumps({"a": f"{text}</think>"})
+    form = compiler.after(compiler.json_object(), "</think>")
+    assert said(tokenizer, compiler.budget(form, 2, THINK, True)(), f"ab</think>{quoted}") == f"ab</think>{quoted}"
+    triggers = [t.as_dict() for t in lazy("hermes", SCHEMAS, words, False)]
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "<think> b c d", "days": 1}}</tool_call> <think> more'
+    held = compiler.calls(triggers, reasoning=THINK)
+    assert said(tokenizer, compiler.budget(held, 2, THINK, False)(), call) == call
