@@ -97,11 +97,31 @@ def test_the_self_test_tells_right_from_wrong_from_crashing(fault: int, result: 
     library = build(fault)
     tables = [ctypes.byref(_Ops.in_dll(library, f"fl_linear_table_{name}")) for name in ("amx", "avx512")]
     assert library.fl_compare_in_child(*tables) == result
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as servers do that never wait for their children
+
+
+def test_the_result_of_the_self_test_is_known_where_nobody_waits_for_children(build) -> None:
+    library = build(1)
+    tables = [ctypes.byref(_Ops.in_dll(library, f"fl_linear_table_{name}")) for name in ("amx", "avx512")]
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        assert library.fl_compare_in_child(*tables) == result
+        assert library.fl_compare_in_child(*tables) == DIFFER
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "another width", "pairs", "codes"])
+def test_the_self_test_sees_widths_pairs_and_codes(wrong: str, build) -> None:
+    library = build(0)
+    trusted = _Ops.in_dll(library, "fl_linear_table_avx512")
+
+    def linear(w, up, a, to, strip0, strip1, scratch) -> None:
+        trusted.linear(w, up, a, to, strip0, strip1, scratch)
+        seen = {"another width": w[0].K % 256 and w[0].K > 256, "pairs": bool(up), "codes": to[0].codes}
+        if seen.get(wrong):
+            ctypes.c_uint8.from_address((to[0].codes and ctypes.cast(to[0].codes, ctypes.POINTER(_Acts))[0].data) or to[0].y).value ^= 1
+
+    tested = _Ops(trusted.prepare, type(trusted.linear)(linear), trusted.unpack_row, trusted.bf16)
+    assert library.fl_compare_kernels(ctypes.byref(tested), ctypes.byref(trusted)) == (AGREE if wrong == "nothing" else DIFFER)
 
 
 def test_amx_that_fails_its_self_test_is_passed_over_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
