@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "cpu_quota", "memory_limit"]
+__all__ = ["available_memory", "cpu_quota", "memory_limit", "throttled_periods"]
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -23,6 +23,18 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             quotas.append(_ratio(text[0], text[1]))
         quotas.append(_ratio(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")))
     return min((q for q in quotas if q is not None), default=None)
+
+
+def throttled_periods(root: Path = Path("/")) -> int:
+    """Periods in which a quota stopped the threads of our control group or of one above it (the one that was stopped most), since these groups
+    were made; 0 without a quota."""
+    counts = [0]
+    for folder in _groups(root, "cpu"):
+        for line in _read(folder / "cpu.stat").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "nr_throttled" and count.isdigit():
+                counts.append(int(count))
+    return max(counts)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:

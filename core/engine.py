@@ -15,6 +15,7 @@ shares the batch, however its prompt is cut, found or computed again.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -331,6 +332,7 @@ class Engine:
                 job.handle.started = True
                 with self._wake:
                     self._num_queued -= 1
+                self._tell_start(part.sequence.owner)
         self._decodes = sum(part.num_tokens == 1 and part.sequence.decodes for part in step.slices)  # not the last token of a prompt
         self._held = any(part.sequence.owner.constraint is not None for part in step.slices)
         self._states = self._sampler_states(step)
@@ -342,6 +344,13 @@ class Engine:
         if step.fresh or masks is not None or not move_rows(self._sampler_rows, self._states):
             self._sampler_rows = build_rows(self._states, self._vocab_size, masks)
         return self._sampler_rows
+
+    def _tell_start(self, choice: JobChoice) -> None:
+        """What of a prompt the cache has. An error here would end a request whose step is made already: it is raised again after the step."""
+        tell, cached = choice.job.handle.request.on_progress, max(choice.sequence.num_cached, 0)
+        if tell is not None:
+            with contextlib.suppress(Exception):
+                tell(cached, cached)
 
     def _tell_progress(self, choice: JobChoice, part: Slice) -> None:
         """How far a prompt has been read. What the callback raises fails its request."""

@@ -44,7 +44,7 @@ class Request:
     prompts under one seed gives prompt j `sampling.stream_id(j, 0)`, so that no two answers share one. constraint: makes the
     `TokenConstraint` of each choice, for example a `text.Grammar`; None: anything may be said. pooling: `last`, `mean` or `cls`: one vector is wanted and no token, of
     an engine that embeds; `params.max_tokens` is 0 then. live_timings: the handle's timings are up to date with each event, not only with the last.
-    on_progress: told how many tokens of the prompt are done, and how many of them came from the cache, after each step that read some; in the
+    on_progress: told how many tokens of the prompt are done, and how many of them came from the cache, first and after each step that read some; in the
     engine's thread.
     """
 

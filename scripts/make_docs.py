@@ -223,6 +223,19 @@ def routes() -> str:
     return table(("route", "does"), rows + [(f"`GET {path}`", text) for path, (_, _, text) in FILES.items()])
 
 
+def metrics() -> str:
+    """The server's metrics, and vLLM's names of them."""
+    from fastllm.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, TOTALS
+
+    rows = [(name, alias, text) for name, alias, text, _ in GAUGES]
+    rows += [(f"{name}_total", f"{alias}_total" if alias else None, text) for name, alias, text, _ in COUNTERS]
+    rows += [(name, alias, text) for name, alias, text, _ in HISTOGRAMS]
+    for name, (alias, text) in LABELLED.items():
+        end = "_total" if name in TOTALS else ""
+        rows.append((f"{name}{end}", f"{alias}{end}" if alias else None, text))
+    return table(("fastllm_", "vllm:", "says"), [(f"`{name}`", _names(alias or ""), text) for name, alias, text in rows])
+
+
 # Python -----------------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +461,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "errors": errors,
     "routes": routes,
+    "metrics": metrics,
     "sampling-params": sampling_params,
     "load-options": load_options,
     "op-count": op_count,

@@ -48,7 +48,8 @@ class ChatWriter:
         frames = b""
         if answer.index not in self._begun:
             self._begun.add(answer.index)
-            frames = self._chunk(answer.index, {"role": "assistant", "content": None})
+            first = {"index": answer.index, "delta": {"role": "assistant", "content": None}, "logprobs": None, "finish_reason": None}
+            frames = self._chunks.frame(first)  # without times: it has no token
         worded = [d for delta in deltas for d in self._worded(answer.index, delta)]
         if entries and not worded:
             worded = [{}]

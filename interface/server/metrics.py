@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ..core.cgroup import throttled_periods
+
 if TYPE_CHECKING:
     from .gate import Visit
     from .generation import Generation
@@ -35,6 +37,18 @@ COUNTERS: Final = (
     ("preemptions", "num_preemptions", "Sequences that gave their blocks to others.", "preemptions"),
     ("requests_cancelled", None, "Requests whose client had gone.", "requests_cancelled"),
 )
+LABELLED: Final = {
+    "requests_finished": ("request_success", "Requests by how they ended."),
+    "requests_rejected": (None, "Requests that were not taken, by why."),
+    "errors": (None, "Answers with an error, by status."),
+    "build_info": (None, "The version that runs."),
+    "stream_unsent_bytes": (None, "Bytes that clients have not taken."),
+    "kv_usage_ratio": ("kv_cache_usage_perc", "Part of the cache that is in use."),
+    "kv_blocks": ("cache_config_info", "Blocks of the cache that are in use; labels say their size, and how many there are."),
+    "fallback_ops": (None, "Runs of ops on another device than the one they were placed on."),
+    "throttled_periods": (None, "Periods in which a CPU quota stopped this process, since its control group was made."),
+}
+TOTALS: Final = frozenset(("requests_finished", "requests_rejected", "errors", "fallback_ops", "throttled_periods"))  # of them, counters
 HISTOGRAMS: Final = (
     ("ttft_seconds", "time_to_first_token_seconds", "Submission to first token.", SECONDS),
     ("itl_seconds", "inter_token_latency_seconds", "Between two tokens of a request.", SECONDS),
@@ -65,16 +79,16 @@ class Metrics:
                 alias = Histogram(f"vllm:{theirs}", text, tuple(self._labels), buckets=buckets, registry=self._registry)
                 made.append(alias.labels(**self._labels))
             self._histograms[ours] = made
-        self._finished = Counter("fastllm_requests_finished", "Requests by how they ended.", ["reason"], registry=self._registry)
+        self._finished = Counter("fastllm_requests_finished", LABELLED["requests_finished"][1], ["reason"], registry=self._registry)
         self._success = None
         if aliases:
             names = [*self._labels, "finished_reason"]
-            self._success = Counter("vllm:request_success", "Requests by how they ended.", names, registry=self._registry)
-        self._rejected = Counter("fastllm_requests_rejected", "Requests that were not taken.", ["why"], registry=self._registry)
-        self._errors = Counter("fastllm_errors", "Answers with an error, by status.", ["code"], registry=self._registry)
+            self._success = Counter("vllm:request_success", LABELLED["requests_finished"][1], names, registry=self._registry)
+        self._rejected = Counter("fastllm_requests_rejected", LABELLED["requests_rejected"][1], ["why"], registry=self._registry)
+        self._errors = Counter("fastllm_errors", LABELLED["errors"][1], ["code"], registry=self._registry)
         from .answers import fingerprint
 
-        build = Gauge("fastllm_build_info", "The version that runs.", ["version"], registry=self._registry)
+        build = Gauge("fastllm_build_info", LABELLED["build_info"][1], ["version"], registry=self._registry)
         build.labels(version=fingerprint().removeprefix("b-fastllm-")).set(1)
         self._registry.register(self)
 
@@ -132,9 +146,9 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers, as they are now; called by the registry."""
-        unsent = GaugeMetricFamily("fastllm_stream_unsent_bytes", "Bytes that clients have not taken.")
-        unsent.add_metric([], sum(outbox.unsent for _, outbox in self._runtime.active if outbox is not None))
-        yield unsent
+        unsent = sum(outbox.unsent for _, outbox in self._runtime.active if outbox is not None)
+        yield _ours(GaugeMetricFamily, "stream_unsent_bytes", unsent)
+        yield _ours(CounterMetricFamily, "throttled_periods", throttled_periods())
         model = self._runtime.loaded
         if model is None:
             return
@@ -147,14 +161,13 @@ class Metrics:
                 if self._aliases and theirs:
                     yield _family(kind, f"vllm:{theirs}", text, names, values, value)
         usage = stats.blocks_used / stats.blocks_total
-        yield _family(GaugeMetricFamily, "fastllm_kv_usage_ratio", "Part of the cache that is in use.", [], [], usage)
+        yield _ours(GaugeMetricFamily, "kv_usage_ratio", usage)
         planned = model.planned
         shape = [str(planned.options.block_size), str(stats.blocks_total)]
-        yield _family(GaugeMetricFamily, "fastllm_kv_blocks", "Blocks of the cache.", ["block_size", "total"], shape, stats.blocks_used)
-        left = len(planned.plan.fallbacks)
-        yield _family(GaugeMetricFamily, "fastllm_fallback_ops", "Ops of the plan that run on another device.", [], [], left)
+        yield _ours(GaugeMetricFamily, "kv_blocks", stats.blocks_used, ["block_size", "total"], shape)
+        yield _ours(CounterMetricFamily, "fallback_ops", stats.steps * len(planned.plan.fallbacks))
         if self._aliases:
-            yield _family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Part of the cache that is in use.", names, values, usage)
+            yield _family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", LABELLED["kv_usage_ratio"][1], names, values, usage)
             both = [*names, "block_size", "num_gpu_blocks"]
             yield _family(GaugeMetricFamily, "vllm:cache_config_info", "Shape of the cache.", both, [*values, *shape], 1)
 
@@ -167,3 +180,7 @@ def _family(kind: Any, name: str, text: str, labels: list[str], values: list[str
     family = kind(name, text, labels=labels)
     family.add_metric(values, value)
     return family
+
+
+def _ours(kind: Any, name: str, value: float, labels: list[str] | None = None, values: list[str] | None = None) -> Metric:
+    return _family(kind, f"fastllm_{name}", LABELLED[name][1], labels or [], values or [], value)

@@ -27,6 +27,7 @@ from fastllm.api import (
 from fastllm.backends.cpu_avx import isa, plugin
 from fastllm.backends.cpu_avx.backend import CpuBackend
 from fastllm.backends.cpu_avx.threads import choose_threads, physical_cores
+from fastllm.core.cgroup import throttled_periods
 
 
 def machine(root, siblings, groups="0::/\n", files=()):
@@ -72,6 +73,14 @@ def test_a_quota_of_our_group_or_a_parent_limits_the_threads(tmp_path, line, cou
 def test_a_quota_of_the_first_version_of_control_groups(tmp_path):
     files = {"sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "250000", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000"}
     assert choose_threads(0, root=machine(tmp_path, SMT, "4:cpu,cpuacct:/x\n", files), allowed=range(8)).count == 2
+
+
+def test_periods_that_a_quota_stopped_are_counted_where_most_were(tmp_path):
+    files = {"sys/fs/cgroup/a/cpu.stat": "nr_periods 9\nnr_throttled 4\nthrottled_usec 7", "sys/fs/cgroup/a/b/cpu.stat": "nr_throttled 1"}
+    assert throttled_periods(machine(tmp_path / "two", SMT, "0::/a/b\n", files)) == 4
+    files = {"sys/fs/cgroup/cpu/x/cpu.stat": "nr_throttled 3", "sys/fs/cgroup/cpu/cpu.stat": "nr_throttled many"}
+    assert throttled_periods(machine(tmp_path / "one", SMT, "4:cpu,cpuacct:/x\n", files)) == 3
+    assert throttled_periods(tmp_path / "nothing") == 0
 
 
 def test_an_asked_count_is_obeyed_and_warned_about(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fastllm.cli.server import PARSERS
 from fastllm.server.log import Log
@@ -73,6 +75,8 @@ def test_a_prompt_in_the_log_is_one_line(capsys):
 def test_times_of_each_token(http, parse, path, body):
     full = {**body, "max_tokens": 6, "ignore_eos": True, "stream": True, "timings_per_token": True}
     events = [e for e in parse(http.post(path, json=full).content) if isinstance(e, dict)]
+    if path == CHAT:
+        assert "timings" not in events.pop(0)  # the role, which is no token
     counts = [e["timings"]["predicted_n"] for e in events]
     assert counts == sorted(counts)
     assert counts[-1] == 6
@@ -90,6 +94,7 @@ def test_progress_of_a_long_prompt(special, parse, path):
     assert done == sorted(set(done))
     assert len(done) > 4
     assert done[-1] == told[-1]["total"]
+    assert done[0] == told[0]["cache"] == 0
     first = next(i for i, e in enumerate(events) if e["choices"])
     assert all("prompt_progress" in e for e in events[:first])
     refused = special.client.post(path, json={**body, "return_progress": True})
@@ -114,3 +119,44 @@ def test_allowed_tools_and_banned_markers(http):
     choice["allowed_tools"]["tools"][0]["function"]["name"] = "nobody"
     assert http.post(CHAT, json=body).json()["error"]["param"] == "tool_choice"
     assert json.loads(call["function"]["arguments"]) == {}
+
+
+@pytest.fixture(scope="module")
+def counting(start):
+    """A server whose backend leaves an op to another, with all its metrics."""
+    server = start({"backend": "fake", "backend_options": {"without": "rms_norm"}, "fallback": "allow"}, metrics_aliases=True)
+    yield server
+    server.close()
+
+
+def families(text):
+    """Families of an exposition by name, as Prometheus reads them."""
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_ops_that_leave_their_device_are_counted(counting):
+    def count():
+        return families(counting.client.get("/metrics").text)["fastllm_fallback_ops"].samples[0]
+
+    before = count()
+    plan = counting.client.get("/props").json()["fastllm"]["plan"]
+    assert plan["fallback_ops"] > 0
+    counting.client.post(TEXT, json={"prompt": "Hi", "max_tokens": 3, "ignore_eos": True})
+    after = count()
+    assert after.name == "fastllm_fallback_ops_total"
+    assert after.value - before.value == 3 * plan["fallback_ops"]
+
+
+def test_periods_that_a_quota_stopped_are_told(counting, monkeypatch):
+    monkeypatch.setattr("fastllm.server.metrics.throttled_periods", lambda: 7)
+    family = families(counting.client.get("/metrics").text)["fastllm_throttled_periods"]
+    assert (family.type, family.samples[0].name, family.samples[0].value) == ("counter", "fastllm_throttled_periods_total", 7)
+
+
+def test_the_metrics_are_those_that_are_documented(counting):
+    counting.client.post(TEXT, json={"prompt": "Hi", "max_tokens": 1})
+    part = (Path(__file__).parents[2] / "docs/server.md").read_text().partition("<!-- generated: metrics -->")[2].partition("<!-- end -->")[0]
+    rows = [re.findall(r"`([\w:]+)`", line) for line in part.splitlines() if line.startswith("| `")]
+    documented = {f"fastllm_{row[0]}" for row in rows} | {f"vllm:{row[1]}" for row in rows if len(row) > 1}
+    there = {f.name + ("_total" if f.type == "counter" else "") for f in families(counting.client.get("/metrics").text).values()}
+    assert {name for name in there if not name.endswith("_created")} == documented
