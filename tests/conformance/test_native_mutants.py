@@ -37,12 +37,14 @@ FAULTS = {
     ),
     # no instruction waits for the one before it, and thread 1 begins only when thread 0 is through: the race is lost with certainty
     "missing_barrier": (
-        "program.c", "if (ins->barrier & mask) fl_pool_barrier(pool);\n        execute(p, ins, thread, threads, scratch);",
+        "program.c",
+        "if (ins->barrier & mask) fl_pool_barrier(pool);\n        double start = timed ? now() : 0.0;\n        execute(p, ins, thread, threads, scratch);",
         """static _Atomic long ahead;
         static long behind;
         if (thread == 1 && ins == p->code)
             for (behind += p->n_code; ahead < behind;) nanosleep(&(struct timespec){0, 1000000}, NULL);
         (void)mask, (void)pool;
+        double start = timed ? now() : 0.0;
         execute(p, ins, thread, threads, scratch);
         if (thread == 0) ahead++;""",
         ["linear/f32*q8_0/row/m8-n127-*#bound"], "bound",

@@ -20,7 +20,9 @@ TEXTS = ["One", "Two texts", "x" * 300, "a longer text of some words"]
 
 @pytest.fixture(scope="module", params=["last", "mean"])
 def embedder(request, start):
-    server = start({"embedding": True, "max_batch_size": 3, "prefill_chunk": 64}, embedding=request.param)
+    # activations stay f32: the reference rounds nothing
+    options = {"embedding": True, "max_batch_size": 3, "prefill_chunk": 64, "backend_options": {"act": "f32"}}
+    server = start(options, embedding=request.param)
     yield server
     server.close()
 

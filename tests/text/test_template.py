@@ -134,8 +134,8 @@ HOSTILE = {
     GROW + "{{ ns.x }}": "members|longer",
     GROW + "{{ ns.x | tojson }}": "members|longer",
     GROW + "{{ [ns.x, ns.y] | sort }}": "members|longer",
-    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(1) }}": "recurses",
-    "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}": "recurses",
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(1) }}": "recurses|longer than",  # which is first depends on the machine
+    "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}": "recurses|longer than",
     "{% set ns = namespace(l=[]) %}{% set b = 'x' * 1000000 %}{% for i in range(9999) %}{% set ns.l = ns.l + [b + i | string] %}{% endfor %}":
         "MiB",
     "{% set ns = namespace(l=[]) %}{% set b = 'x' * 1000000 %}{% for i in range(9999) %}{% set ns.l = ns.l + [b[1:]] %}{% endfor %}": "MiB",
