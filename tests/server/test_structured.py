@@ -316,6 +316,8 @@ def test_a_schema_that_no_grammar_holds_is_refused_or_said(client, http):
     for change in ({"tool_choice": "required"}, {"tools": [{**loose, "function": {**loose["function"], "strict": True}}]}):
         refused = http.post("/v1/chat/completions", json={**body, **change})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_schema")
-    wrong = {**loose, "function": {"name": "f", "parameters": {"properties": {"a": "bar"}}}}
-    refused = http.post("/v1/chat/completions", json={**body, "tools": [wrong]})
-    assert refused.json()["error"]["param"] == "tools[0].function.parameters"
+    for bad in ("bar", {"minimum": "x"}, {"pattern": 5}):  # what is no schema is refused, whether or not calls are held
+        wrong = {**loose, "function": {"name": "f", "parameters": {"properties": {"a": bad}}}}
+        refused = http.post("/v1/chat/completions", json={**body, "tools": [wrong]})
+        assert refused.status_code == 400, bad
+        assert refused.json()["error"]["param"] == "tools[0].function.parameters"
