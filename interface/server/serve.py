@@ -139,7 +139,7 @@ async def serve(
     gate = runtime.gate = make_app(runtime)
     config = uvicorn.Config(
         gate,
-        http=Protocol,
+        http=Protocol if tls is None else tls.shake(Protocol),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -152,12 +152,13 @@ async def serve(
         h11_max_incomplete_event_size=MAX_HEADER,
     )
     config.load()
-    config.ssl = None if tls is None else tls.context
     server = _Uvicorn(config)
-    runtime.connections = lambda: len(server.server_state.connections)
+    runtime.connections = lambda: len(server.server_state.connections) + (0 if tls is None else len(tls.waiting))
 
     def stop() -> None:
         server.should_exit = True
+        if tls is not None:
+            tls.abort()
 
     runtime.stop = stop
     tasks: set[asyncio.Task[None]] = set()

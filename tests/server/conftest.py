@@ -56,7 +56,7 @@ def model_folder(tmp_path_factory) -> Path:
 class Server:
     """A running server: url, runtime (look, do not touch: it belongs to the loop's thread), engine."""
 
-    def __init__(self, settings: ServerSettings, load: Callable[[], LoadedModel], hosts=("127.0.0.1",), wait: bool = True):
+    def __init__(self, settings: ServerSettings, load: Callable[[], LoadedModel], hosts=("127.0.0.1",), wait: bool = True, tls: Any = None):
         self.settings = settings
         self.sockets = open_sockets(hosts, 0, None)
         self.port = self.sockets[0].getsockname()[1]
@@ -66,7 +66,7 @@ class Server:
         self.runtime: Runtime | None = None
         self.client = httpx2.Client(base_url=self.url, timeout=WAIT_S)
         self._up = threading.Event()
-        self._load = load
+        self._load, self._tls = load, tls
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         if wait:
@@ -85,7 +85,7 @@ class Server:
             self._up.set()
 
         try:
-            self.code = asyncio.run(serve(self.settings, self.sockets, self._load, ready=ready, signals=False))
+            self.code = asyncio.run(serve(self.settings, self.sockets, self._load, ready=ready, signals=False, tls=self._tls))
         except BaseException as error:
             self.error = error
         finally:
@@ -127,11 +127,12 @@ def start(model_folder) -> Callable[..., Server]:
         model: Path | None = None,
         wait: bool = True,
         before: Callable[[], Any] = lambda: None,
+        tls: Any = None,
         **settings: Any,
     ) -> Server:
         chosen = LoadOptions(offline=True, threads=1, **{"backend": "cpu_avx", **(options or {})})
         given = {"names": ("tiny", "org/tiny"), "preparers": 1, **settings}
-        return Server(ServerSettings(**given), lambda: (before(), load_model(model or model_folder, chosen))[1], wait=wait)
+        return Server(ServerSettings(**given), lambda: (before(), load_model(model or model_folder, chosen))[1], wait=wait, tls=tls)
 
     return start
 

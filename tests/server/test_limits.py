@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import ssl
 import subprocess
@@ -11,6 +12,7 @@ import httpx2
 import pytest
 
 from fastllm.core.errors import RateLimited, UsageError
+from fastllm.server import tls
 from fastllm.server.limits import KeyLimits
 from fastllm.server.tls import Tls
 
@@ -174,6 +176,52 @@ def test_https_streams_and_a_renewed_certificate_needs_no_restart(served, certif
     with trusting(1) as http:
         assert http.get("/health").status_code == 200
     assert server.end() == 0
+
+
+def gone(raw):
+    """Waits until the server has ended the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        assert raw.recv(100) == b""
+    return True
+
+
+def test_connections_that_never_shake_hands_are_counted_and_cut(start, certificates, monkeypatch, wait_until):
+    monkeypatch.setattr(tls, "HANDSHAKE_S", 0.2)
+    cert, key = map(str, certificates[0])
+    server = start(tls=Tls(cert, key))
+    try:
+        with server.connect() as silent, server.connect() as half, server.connect() as plain:
+            half.sendall(b"\x16\x03\x01\x02\x00\x01")
+            plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            assert gone(silent)
+            assert gone(half)
+            assert plain.recv(100)[:1] != b"H"  # an alert of TLS
+        wait_until(lambda: server.call(server.runtime.connections) == 0)
+    finally:
+        server.close()
+
+
+def test_silent_connections_do_not_keep_others_from_shaking_hands(start, certificates, monkeypatch, wait_until):
+    monkeypatch.setattr(tls, "MAX_HANDSHAKES", 8)
+    cert, key = map(str, certificates[0])
+    server = start(tls=Tls(cert, key))
+    context = ssl.create_default_context(cafile=cert)
+    idle = []
+    try:
+        for _ in range(20):
+            idle.append(server.connect())
+        assert all(gone(one) for one in idle[:12])  # the oldest
+        wait_until(lambda: server.call(server.runtime.connections) == 8)
+        with httpx2.Client(base_url=f"https://127.0.0.1:{server.port}", verify=context, timeout=60) as http:
+            answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "stream": True})
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert server.call(server.runtime.connections) == 1 + 7
+    finally:
+        server.close()
+        for one in idle[12:]:
+            assert gone(one)
+        for one in idle:
+            one.close()
 
 
 def test_files_that_are_no_certificate_are_usage_errors(certificates, tmp_path):
