@@ -82,9 +82,16 @@ class Handshake(asyncio.Protocol):
         made = None
         try:
             if not self._transport.is_closing():
-                limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": HANDSHAKE_S}
+                loop = asyncio.get_running_loop()
                 with contextlib.suppress(OSError):  # no TLS, the wrong one, too late, or gone
-                    made = await asyncio.get_running_loop().start_tls(self._transport, self, self._tls.context, server_side=True, **limits)
+                    made = await loop.start_tls(
+                        self._transport,
+                        self,
+                        self._tls.context,
+                        server_side=True,
+                        ssl_handshake_timeout=HANDSHAKE_S,
+                        ssl_shutdown_timeout=HANDSHAKE_S,
+                    )
         finally:
             self._tls.waiting.pop(self, None)
             if made is None:

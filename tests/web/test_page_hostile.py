@@ -85,6 +85,47 @@ def test_a_picture_becomes_a_link_that_asks_first(tab, fake):
     untouched(tab, fake)
 
 
+def test_no_button_or_key_opens_a_link_without_the_question(tab, fake):
+    fake.answers = [[f"[go]({fake.url}live)\n\n```text\nx\n```"]]
+    tab.ask("Link?")
+    link = tab.answered("go").locator("a")
+    dialog = tab.page.get_by_role("dialog")
+    for button, keys in (("middle", []), ("left", ["Control"]), ("left", ["Shift"]), ("middle", ["Shift"])):
+        link.click(button=button, modifiers=keys)
+        assert dialog.locator(".address").inner_text() == f"{fake.url}live"
+        tab.page.keyboard.press("Escape")
+        dialog.wait_for(state="detached")
+    link.focus()
+    tab.page.keyboard.press("Enter")
+    dialog.wait_for()
+    tab.page.keyboard.press("Escape")
+    link.click(button="right")
+    assert dialog.count() == 0
+    assert len(tab.context.pages) == 1
+    untouched(tab, fake)
+
+
+def test_titles_and_names_of_files_do_not_turn_the_direction(tab, fake):
+    turns = set("\u202e\u2066")
+    tab.page.locator(".composer input[type=file]").set_input_files({"name": "a\u202etxt.exe", "mimeType": "text/plain", "buffer": b"x"})
+    tab.page.locator(".composer li", has_text="a⟦U+202E⟧txt.exe").wait_for()
+    tab.ask("Title\u202e here \u2066")
+    tab.answered("Hello")
+    shown = "Title⟦U+202E⟧ here ⟦U+2066⟧"
+    tab.page.locator("h1", has_text=shown).wait_for()
+    assert tab.page.title().startswith(shown)
+    assert tab.page.locator(".sidebar li a").inner_text() == shown
+    assert not turns & set(tab.page.locator(".message details.file").first.inner_text())
+    for label in ("Rename", "Export", "Delete"):
+        tab.page.locator(".entry-actions button").and_(tab.page.get_by_label(label)).first.dispatch_event("click")
+        dialog = tab.page.get_by_role("dialog")
+        dialog.wait_for()
+        assert shown in dialog.inner_text() + "".join(field.input_value() for field in dialog.locator("input").all())
+        tab.page.keyboard.press("Escape")
+        dialog.wait_for(state="detached")
+    assert not turns & set(tab.page.content())
+
+
 def test_a_link_opens_in_a_window_of_its_own_that_knows_nothing_of_the_page(tab, fake):
     fake.answers = [[f"[go]({fake.url}live)"]]
     tab.ask("Link?")

@@ -7,6 +7,7 @@ import { Composer } from "./composer.js";
 import { Dialogs } from "./dialogs.js";
 import { language, number, t } from "./i18n.js";
 import * as library from "./library.js";
+import { withoutTurns } from "./markdown.js";
 import { Message, onContentClick } from "./message.js";
 import { acknowledge, start } from "./server.js";
 import { Sidebar } from "./sidebar.js";
@@ -26,8 +27,8 @@ function Header({ path, run }) {
   return html`<header class="top">
     ${!state.sidebar && html`<${IconButton} icon="panel" label=${t("openSidebar")} onClick=${() => update({ sidebar: true })} />`}
     <div class="titles">
-      <h1 dir="auto">${current?.title ?? t("newChat")}</h1>
-      ${server.model && html`<span class="model" title=${server.model}>${server.model}</span>`}
+      <h1 dir="auto">${current ? withoutTurns(current.title) : t("newChat")}</h1>
+      ${server.model && html`<span class="model" title=${withoutTurns(server.model)}>${withoutTurns(server.model)}</span>`}
     </div>
     ${
       server.context > 0 &&
@@ -90,7 +91,7 @@ function Messages({ path, run }) {
     return () => observer.disconnect();
   }, []);
   return html`<div class="scroller" ref=${scroller} onScroll=${onScroll}>
-    <div class="messages" role="log" aria-live="off" aria-label=${t("messages")} onClick=${onContentClick}>
+    <div class="messages" role="log" aria-live="off" aria-label=${t("messages")} onClick=${onContentClick} onAuxClick=${onContentClick}>
       ${path.map((message) => {
         const own = run?.message === message ? run : null;
         const key = `${message.status}${message.content.length} ${message.reasoning?.length} ${message.calls?.map((c) => c.args.length)}`;
@@ -156,7 +157,7 @@ function App() {
   const path = current ? pathTo(state.messages, current.head) : [];
   useEffect(() => {
     document.documentElement.lang = language();
-    document.title = current ? `${current.title} – fastllm` : "fastllm";
+    document.title = current ? `${withoutTurns(current.title)} – fastllm` : "fastllm";
     library.nameAddress();
   });
   return html`<div class=${`app ${state.sidebar ? "with-sidebar" : ""}`}>

@@ -3,6 +3,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import * as actions from "./chat.js";
 import { t } from "./i18n.js";
+import { withoutTurns } from "./markdown.js";
 import { pathTo, state, toast, update } from "./state.js";
 import { html, Icon, IconButton } from "./ui.js";
 
@@ -12,7 +13,7 @@ const drafts = new Map(); // id of a conversation -> {text, files}, while the pa
 // A file as text; null, with a word why, for what is none.
 async function read(file) {
   if (file.size > MAX_FILE) {
-    toast(t("tooLarge", { name: file.name, size: "1 MiB" }));
+    toast(t("tooLarge", { name: withoutTurns(file.name), size: "1 MiB" }));
     return null;
   }
   try {
@@ -20,7 +21,7 @@ async function read(file) {
     if (text.includes("\0")) throw new Error("binary");
     return { name: file.name.slice(0, 200) || "text", text, size: file.size };
   } catch {
-    toast(t("notText", { name: file.name }));
+    toast(t("notText", { name: withoutTurns(file.name) }));
     return null;
   }
 }
@@ -115,8 +116,8 @@ export function Composer({ conversation, running, suggestion }) {
       files.length > 0 &&
       html`<ul class="chips">
         ${files.map(
-          (file, i) => html`<li><${Icon} name="file" /><span>${file.name}</span>
-            <${IconButton} icon="close" label=${t("removeFile", { name: file.name })} onClick=${() => setFiles(files.filter((_, at) => at !== i))} />
+          (file, i) => html`<li><${Icon} name="file" /><span>${withoutTurns(file.name)}</span>
+            <${IconButton} icon="close" label=${t("removeFile", { name: withoutTurns(file.name) })} onClick=${() => setFiles(files.filter((_, at) => at !== i))} />
           </li>`,
         )}
       </ul>`

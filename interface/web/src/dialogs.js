@@ -5,6 +5,7 @@ import * as api from "./api.js";
 import * as actions from "./chat.js";
 import { LANGUAGES, t } from "./i18n.js";
 import * as library from "./library.js";
+import { withoutTurns } from "./markdown.js";
 import { learn } from "./server.js";
 import { ConversationSettings } from "./settings.js";
 import { setPrefs, state, toast, update } from "./state.js";
@@ -92,7 +93,7 @@ class Rename extends Component {
       close();
     };
     return html`<${Dialog} title=${t("rename")}>
-      <input ref=${(node) => (this.input = node)} type="text" autofocus aria-label=${t("title")} value=${dialog.conversation.title} onKeyDown=${onEnter(save)} />
+      <input ref=${(node) => (this.input = node)} type="text" autofocus aria-label=${t("title")} value=${withoutTurns(dialog.conversation.title)} onKeyDown=${onEnter(save)} />
       <div class="row"><button type="button" onClick=${close}>${t("cancel")}</button><button type="button" class="primary" onClick=${save}>${t("save")}</button></div>
     <//>`;
   }
@@ -100,7 +101,7 @@ class Rename extends Component {
 
 function Export({ dialog }) {
   return html`<${Dialog} title=${t("exportOne")}>
-    <p dir="auto">${dialog.conversation.title}</p>
+    <p dir="auto">${withoutTurns(dialog.conversation.title)}</p>
     <div class="column">
       <button type="button" autofocus onClick=${() => (library.exportMarkdown(dialog.conversation), close())}>${t("asMarkdown")}</button>
       <button type="button" onClick=${() => (library.exportOne(dialog.conversation), close())}>${t("asJson")}</button>
@@ -174,7 +175,7 @@ export function Dialogs({ dialog }) {
   if (kind === "link") return html`<${Link} dialog=${dialog} />`;
   if (kind === "rename") return html`<${Rename} dialog=${dialog} />`;
   if (kind === "export") return html`<${Export} dialog=${dialog} />`;
-  if (kind === "delete") return html`<${Sure} text=${t("deleteSure", conversation)} action=${() => library.remove(conversation.id)} />`;
+  if (kind === "delete") return html`<${Sure} text=${t("deleteSure", { title: withoutTurns(conversation.title) })} action=${() => library.remove(conversation.id)} />`;
   if (kind === "deleteAll") return html`<${Sure} text=${t("deleteAllSure", { count: state.conversations.length })} action=${library.removeAll} />`;
   if (kind === "preferences") return html`<${Preferences} />`;
   if (kind === "settings") return html`<${Dialog} title=${t("conversationSettings")} class="side"><${ConversationSettings} /><//>`;

@@ -43,9 +43,11 @@ export function Markdown({ text }) {
 }
 
 // Clicks inside of rendered text: copy a code block, ask before a link is followed.
+// Of every button of a mouse: the middle one would open a link in a tab. The right one is the browser's menu.
 export function onContentClick(event) {
+  if (event.button === 2) return;
   const button = event.target.closest("button.copy");
-  if (button) {
+  if (button && event.type === "click") {
     copy(button.closest(".code").querySelector("code").textContent);
     return;
   }
@@ -58,7 +60,7 @@ export function onContentClick(event) {
 
 export class Message extends Still {
   render({ message, run, last, editing, versions }) {
-    const name = message.role === "tool" ? t("tool", { name: message.name ?? "" }) : t(message.role === "user" ? "you" : "assistant");
+    const name = message.role === "tool" ? t("tool", { name: withoutTurns(message.name ?? "") }) : t(message.role === "user" ? "you" : "assistant");
     const body =
       message.role === "user"
         ? html`<${Question} message=${message} editing=${editing} versions=${versions} />`
@@ -84,7 +86,7 @@ function Question({ message, editing }) {
   if (editing) return html`<${Editor} message=${message} />`;
   const busy = state.runs.has(message.conversation);
   return html`
-    ${message.files?.map((file) => html`<details class="file"><summary><${Icon} name="file" />${file.name}</summary><pre tabindex="0">${withoutTurns(file.text)}</pre></details>`)}
+    ${message.files?.map((file) => html`<details class="file"><summary><${Icon} name="file" />${withoutTurns(file.name)}</summary><pre tabindex="0">${withoutTurns(file.text)}</pre></details>`)}
     ${message.content && html`<div class="bubble" dir="auto">${withoutTurns(message.content)}</div>`}
     <div class="actions">
       <${Versions} message=${message} />

@@ -2,6 +2,7 @@
 
 import { t } from "./i18n.js";
 import * as library from "./library.js";
+import { withoutTurns } from "./markdown.js";
 import { state, update } from "./state.js";
 import { html, Icon, IconButton, Logo } from "./ui.js";
 
@@ -16,15 +17,16 @@ function group(conversation) {
 
 function Entry({ conversation }) {
   const here = conversation.id === state.current?.id;
+  const title = withoutTurns(conversation.title);
   const dialog = (kind) => () => update({ dialog: { kind, conversation } });
   return html`<li class=${here ? "here" : ""}>
     <a href=${`#${conversation.id}`} aria-current=${here ? "page" : null} onClick=${(e) => (e.preventDefault(), library.open(conversation.id))}>
-      ${state.runs.has(conversation.id) && html`<span class="pulse" aria-label=${t("writing")}></span>`}<span dir="auto">${conversation.title}</span>
+      ${state.runs.has(conversation.id) && html`<span class="pulse" aria-label=${t("writing")}></span>`}<span dir="auto">${title}</span>
     </a>
     <span class="entry-actions">
-      <${IconButton} icon="pen" label=${`${t("rename")}: ${conversation.title}`} onClick=${dialog("rename")} />
-      <${IconButton} icon="share" label=${`${t("exportOne")}: ${conversation.title}`} onClick=${dialog("export")} />
-      <${IconButton} icon="trash" label=${`${t("delete")}: ${conversation.title}`} onClick=${dialog("delete")} />
+      <${IconButton} icon="pen" label=${`${t("rename")}: ${title}`} onClick=${dialog("rename")} />
+      <${IconButton} icon="share" label=${`${t("exportOne")}: ${title}`} onClick=${dialog("export")} />
+      <${IconButton} icon="trash" label=${`${t("delete")}: ${title}`} onClick=${dialog("delete")} />
     </span>
   </li>`;
 }
