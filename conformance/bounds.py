@@ -66,22 +66,32 @@ def round_to(x: Array, kind: str | None) -> Array:
     raise ValueError(f"'{kind}' is not a declared rounding that the suite knows: f32, f16, bf16, q8_gN of activations, int8 or int8_gN of a cache")
 
 
-def round_activations(x: Array, kind: str | None, moved: Array | None = None) -> tuple[Array, Array]:
-    """(x after the declared rounding, how far it may be from that): both f64 of x's shape [n, K]. A code at the edge of two may be
-    either. moved: how far x itself may be off [n, K], where it is a result of the same op."""
+def round_activations(x: Array, kind: str | None, moved: Array | None = None, edged: Array | None = None) -> tuple[Array, Array, Array]:
+    """(x after the declared rounding, by how much a code at an edge may move it, how far it may be off beside that): f64 of x's shape
+    [n, K]. moved: how far x itself may be off [n, K], where it is a result of the same op; edged: how far codes at edges before may
+    have moved it. Rounding swallows what x is off by, but for values at an edge and the scale of a group."""
     x = np.asarray(x, np.float64)
-    if kind is None or not kind.startswith("q8_g"):
-        return round_to(x, kind), np.zeros_like(x) if moved is None else moved + (0.0 if kind in (None, "f32") else 2 * U[kind] * np.abs(x))
-    group = int(kind[4:])
+    moved = np.zeros_like(x) if moved is None else moved
+    edged = np.zeros_like(x) if edged is None else edged
+    if kind in (None, "f32"):
+        return x, edged, moved
+    if not str(kind).startswith("q8_g"):
+        rounded, most = round_to(x, kind), moved + edged
+        return rounded, np.maximum(round_to(x + most, kind) - rounded, rounded - round_to(x - most, kind)), np.zeros_like(x)
+    group = int(str(kind)[4:])
     codes, scale = oracle.quantize(x, group)
     step = np.repeat(scale, group, axis=1)
     rounded = np.rint(codes)
-    near, more = 4 * U["f32"] * np.maximum(np.abs(codes), 1), np.zeros_like(x)
-    if moved is not None:
-        most = np.repeat(moved.reshape(len(x), -1, group).max(-1), group, axis=1) / np.where(step > 0, step, 1.0)  # in steps
-        near, more = near + most * (1 + np.abs(codes) / 127), np.abs(rounded) / 127 * most * step
+
+    def widest(off: Array) -> Array:
+        """In steps, of each group."""
+        return np.repeat(off.reshape(len(x), -1, group).max(-1), group, axis=1) / np.where(step > 0, step, 1.0)
+
+    carried, flipped = widest(moved), widest(edged)
+    near = 4 * U["f32"] * np.maximum(np.abs(codes), 1) + (carried + flipped) * (1 + np.abs(codes) / 127)
     edge = np.abs(np.abs(codes - np.floor(codes)) - 0.5) <= near
-    return rounded * step, np.where(edge, step, 0.0) + more
+    by_scale = np.abs(rounded) / 127 * step
+    return rounded * step, np.where(edge, step, 0.0) + by_scale * flipped, by_scale * carried
 
 
 def cached(x: Array, kind: str | None) -> tuple[Array, Array]:
@@ -101,11 +111,11 @@ def _matrix(x: Array, w: Array) -> tuple[Array, Array, Array]:
 
 
 def linear(
-    x: Array, w: Array, bias: Array | None, numerics: Numerics, minimum: Array | None = None, moved: Array | None = None
+    x: Array, w: Array, bias: Array | None, numerics: Numerics, minimum: Array | None = None, moved: Array | None = None, edged: Array | None = None
 ) -> Expected:
-    """x [n, K], w [N, K]. minimum: |offset| that a format adds to every code of w [N, K], whose sum kernels keep apart. moved: how far x
-    itself may be off [n, K]."""
-    x, slack = round_activations(x, numerics.act, moved)
+    """x [n, K], w [N, K]. minimum: |offset| that a format adds to every code of w [N, K], whose sum kernels keep apart. moved, edged: how
+    far x itself may be off [n, K], as of `round_activations`; the first adds to the bound, the second to the slack."""
+    x, slack, carried = round_activations(x, numerics.act, moved, edged)
     w = round_to(w, numerics.weight)
     y, size, terms = _matrix(x, w)
     if minimum is not None:
@@ -114,7 +124,7 @@ def linear(
         b = np.asarray(bias, np.float64)
         y, size = y + b, size + np.abs(b)
     bound = L * np.sqrt(np.maximum(terms, 1)) * U[numerics.acc] * size + U["f32"] * np.abs(y) + TINY
-    return Expected(y, bound, slack=slack @ np.abs(w).T)
+    return Expected(y, bound + carried @ np.abs(w).T, slack=slack @ np.abs(w).T)
 
 
 def matmul(a: Array, b: Array, numerics: Numerics) -> Expected:

@@ -1,7 +1,7 @@
 """Bounds of the extended ops, in the manner of `bounds.py`: experts, routing, recurrences.
 
-moe: the bounds of its products and of its activation, each carried through what follows: |down| for a hidden element, and, where the
-activations are rounded to int8, one step of a code that lies within that error of an edge. delta_rule: a worst case that is carried
+moe: the bounds of its products and of its activation, each carried through what follows: |down| for a hidden element. Slack is only what a
+rounding may choose: where activations are rounded, one step of a value that lies within that error of an edge. delta_rule: a worst case that is carried
 through a recurrence grows without limit, though the recurrence itself forgets; so its tolerance is four times the largest deviation of
 eight runs in which every operation is moved at random within its own bound. route_topk has no bound: see `choice_fault`.
 """
@@ -125,10 +125,12 @@ def moe(
         v = None if up is None else bounds.linear(x[rows], up[e], b[1], numerics, m[1])
         with np.errstate(all="ignore"):
             hidden = bounds.act_mul(g.y, None if v is None else v.y, kind)
-            moved = hidden.bound + STEEPEST * g.reach * (1.0 if v is None else _factor(v.y, kind))
+            size = 1.0 if v is None else _factor(v.y, kind)
+            moved, edged = hidden.bound + STEEPEST * g.bound * size, STEEPEST * g.slack * size
             if v is not None:
-                moved = moved + v.reach * np.abs(oracle.act_mul(g.y, None, kind))
-            d = bounds.linear(hidden.y, down[e], b[2], numerics, m[2], moved)
+                active = np.abs(oracle.act_mul(g.y, None, kind))
+                moved, edged = moved + v.bound * active, edged + v.slack * (active + STEEPEST * g.slack)
+            d = bounds.linear(hidden.y, down[e], b[2], numerics, m[2], moved, np.asarray(edged))
             w = np.asarray(weights, np.float64)[rows, place][:, None]
             y[rows] += w * d.y
             bound[rows] += np.abs(w) * d.bound + 4 * U["f32"] * np.abs(w * d.y)

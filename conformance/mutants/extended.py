@@ -111,6 +111,9 @@ def _moe() -> Iterator[tuple[str, str, str, str, Breaker]]:
     yield "biases_dense", "strided biases are read as if they were dense", a + "gap/*/strided_bias#bound", "bound", pre(_dense(6, 7, 8))
     yield "silu_for_oai", "swiglu_oai is computed as silu", a + "row/*/oai#bound", "bound", pre(lambda b, i, t: t.update(kind="silu"))
     yield "f16_hidden", "what lies between the products is rounded to f16, undeclared", a + "row/*/odd#bound", "bound", changed(5, lambda w: w.astype(np.float16).astype(F32))
+    yield "scale_off", "every result × (1 + 2⁻⁸)", a + "row/*/special#bound", "bound", post(lambda out, x, t: np.multiply(out, F32(1 + 2**-8), out=out))
+    yield "gate_scale_off", "every gate × (1 + 2⁻⁸)", a + "row/*/one#bound", "bound", changed(3, lambda w: w * F32(1 + 2**-8))
+    yield "down_scale_off", "the last matrix × (1 + 2⁻⁸)", "moe/f32*bf16/*/batch#bound", "bound", post(lambda out, x, t: np.multiply(out, F32(1 + 2**-8), out=out) if x[8] is None else np.add(out, F32(2**-8) * (out - (x[2][..., None] * x[8][x[1]]).sum(1)), out=out))
     yield "ids_clamped", "an id that is no expert's takes the nearest", "moe/*/expert*#error", "error", changed(1, lambda i: np.clip(i, 0, 3))
 
 
