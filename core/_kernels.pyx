@@ -371,7 +371,8 @@ cdef _check_sampler(const fl_sampler *s, int64_t rows, int64_t adjusted, int64_t
 
 
 cdef class Sampler:
-    """The parameters of R rows, their arrays checked once; `sample` says what they are. Values may change between calls."""
+    """The parameters of R rows, their arrays checked once; `sample` says what they are. Values of numpy arrays may change
+    between calls; of what is no array, a copy is kept."""
 
     cdef fl_sampler s
     cdef int64_t rows, adjusted, words
@@ -382,8 +383,10 @@ cdef class Sampler:
         adjust_sub=None, mask=None,
     ):
         """Raises ShapeError for an array of another type or length."""
-        cdef int64_t rows = len(u)
-        cdef int64_t adjusted
+        cdef int64_t rows, adjusted
+        if not _fits(u, cnp.NPY_FLOAT64, 1):
+            u = _array(u, "u", np.float64, 1)
+        rows = cnp.PyArray_SIZE(<cnp.ndarray>u)
         if adjust_start is None:
             if not (adjust_ids is None and adjust_bias is None and adjust_repeat is None and adjust_sub is None):
                 raise ShapeError("adjustments need adjust_start", who="adjust_start")
@@ -392,7 +395,7 @@ cdef class Sampler:
         if not _fits(adjust_ids, cnp.NPY_INT32, 1):
             adjust_ids = _array(adjust_ids, "adjust_ids", np.int32, 1)
         adjusted = cnp.PyArray_SIZE(<cnp.ndarray>adjust_ids)
-        u, temperature = _rows(u, "u", cnp.NPY_FLOAT64, rows), _rows(temperature, "temperature", cnp.NPY_FLOAT32, rows)
+        temperature = _rows(temperature, "temperature", cnp.NPY_FLOAT32, rows)
         top_k, top_p = _rows(top_k, "top_k", cnp.NPY_INT32, rows), _rows(top_p, "top_p", cnp.NPY_FLOAT32, rows)
         min_p = _rows(min_p, "min_p", cnp.NPY_FLOAT32, rows)
         adjust_start = _rows(adjust_start, "adjust_start", cnp.NPY_INT32, rows + 1)

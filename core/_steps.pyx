@@ -20,13 +20,16 @@ cnp.import_array()
 __all__ = ["fill", "move"]
 
 
-cdef inline int32_t *_numbers(array, int ndim) except NULL:
-    """The memory of an i32 array without gaps. Raises ShapeError for another."""
+cdef inline int32_t *_numbers(array, int ndim, bint written) except NULL:
+    """The memory of an i32 array without gaps, writable if it is written to. Raises ShapeError for another."""
     if not isinstance(array, cnp.ndarray):
         raise ShapeError(f"{type(array).__name__} where an array of i32 belongs")
     found = <cnp.ndarray>array
-    if cnp.PyArray_TYPE(found) != cnp.NPY_INT32 or cnp.PyArray_NDIM(found) != ndim or not cnp.PyArray_ISCARRAY(found):
+    fits = cnp.PyArray_TYPE(found) == cnp.NPY_INT32 and cnp.PyArray_NDIM(found) == ndim and cnp.PyArray_ISCARRAY_RO(found)
+    if not fits:
         raise ShapeError(f"an array of {found.dtype}{list(np.shape(found))} where i32 of {ndim} dimensions without gaps belong")
+    if written and not cnp.PyArray_ISWRITEABLE(found):
+        raise ShapeError(f"a read-only array {list(np.shape(found))} where one belongs that is written to")
     return <int32_t *>cnp.PyArray_DATA(found)
 
 
@@ -41,10 +44,10 @@ def move(list slices, int64_t block_size, ids, positions, slots, context_len) ->
     a block of the cache. Raises ShapeError for arrays that are no i32 or of another length.
     """
     cdef int64_t s, start, count = len(slices)
-    cdef int32_t *to_ids = _numbers(ids, 1)
-    cdef int32_t *to_positions = _numbers(positions, 1)
-    cdef int32_t *to_slots = _numbers(slots, 1)
-    cdef int32_t *to_lengths = _numbers(context_len, 1)
+    cdef int32_t *to_ids = _numbers(ids, 1, True)
+    cdef int32_t *to_positions = _numbers(positions, 1, True)
+    cdef int32_t *to_slots = _numbers(slots, 1, True)
+    cdef int32_t *to_lengths = _numbers(context_len, 1, True)
     cdef const int32_t *tokens
     if not _length(ids) == _length(positions) == _length(slots) == _length(context_len) == count:
         raise ShapeError(f"arrays of {count} sequences have other lengths", who="move")
@@ -57,7 +60,7 @@ def move(list slices, int64_t block_size, ids, positions, slots, context_len) ->
         if start % block_size == 0:
             return False
         known = sequence.tokens
-        tokens = _numbers(known, 1)
+        tokens = _numbers(known, 1, False)
         if start >= _length(known):
             raise ShapeError(f"a sequence of {start + 1} tokens in memory of {_length(known)}", who="move")
         part.start = start
@@ -72,7 +75,8 @@ def fill(list fields, batch, int64_t T, int64_t S, int64_t R) -> None:
     """Copies a batch's arrays to where the backends read them.
 
     fields: of each (name, symbol of its rows, it may be left out, where: i32 [≥ rows] or [≥ rows, ≥ columns], or None if only
-    its length matters). Raises EngineError for an array of another length: it would leave numbers of the step before in place.
+    its length matters). The batch's arrays may be read-only, and views with gaps. Raises EngineError for an array of another
+    length: it would leave numbers of the step before in place; ShapeError for one that is no i32.
     """
     cdef int64_t rows, wanted, width, room, r
     cdef const int32_t *source
@@ -86,15 +90,17 @@ def fill(list fields, batch, int64_t T, int64_t S, int64_t R) -> None:
             raise EngineError(f"a step of {sizes} has {rows} rows of '{name}' instead of {wanted}")
         if target is None or rows == 0:
             continue
+        if isinstance(array, cnp.ndarray) and not cnp.PyArray_ISCONTIGUOUS(<cnp.ndarray>array):
+            array = np.ascontiguousarray(array)
         if rows > _length(target):
             raise EngineError(f"a step has {rows} rows of '{name}'; there is room for {_length(target)}")
         if name == "block_table":
-            to, source = _numbers(target, 2), _numbers(array, 2)
+            to, source = _numbers(target, 2, True), _numbers(array, 2, False)
             width, room = cnp.PyArray_DIM(<cnp.ndarray>array, 1), cnp.PyArray_DIM(<cnp.ndarray>target, 1)
             if width > room:
                 raise EngineError(f"a block table of {width} columns; there is room for {room}")
             for r in range(rows):
                 memcpy(to + r * room, source + r * width, width * sizeof(int32_t))
         else:
-            to, source = _numbers(target, 1), _numbers(array, 1)
+            to, source = _numbers(target, 1, True), _numbers(array, 1, False)
             memcpy(to, source, rows * sizeof(int32_t))

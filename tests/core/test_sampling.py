@@ -425,6 +425,22 @@ def test_native_code_refuses_arrays_that_do_not_fit() -> None:
     for wrong in (np.zeros((2, 0), np.float32), wide[0], wide[:, ::2], np.zeros((2, 40))):
         with pytest.raises(ShapeError, match="logits"):
             kernels.sample(wrong, **good)
+    for name in good:
+        for wrong in (None, 0.5, "text"):
+            with pytest.raises(ShapeError, match=name):
+                kernels.Sampler(**{**good, name: wrong})
+
+
+def test_a_sampler_sees_values_of_arrays_change_and_keeps_a_copy_of_lists() -> None:
+    rest: dict[str, Any] = {
+        "temperature": np.ones(1, np.float32), "top_k": np.zeros(1, np.int32), "top_p": np.ones(1, np.float32), "min_p": np.zeros(1, np.float32),
+    }  # fmt: skip
+    logits = np.zeros((1, 4), np.float32)
+    for draws, later in ((np.zeros(1), 3), ([0.0], 0)):
+        sampler = kernels.Sampler(u=draws, **rest)
+        assert sampler.choose(logits).tolist() == [0]
+        draws[0] = 0.9
+        assert sampler.choose(logits).tolist() == [later]
 
 
 # ---- log-probabilities -------------------------------------------------------------------------------------------------

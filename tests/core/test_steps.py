@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from fastllm.core import _steps
 from fastllm.core.errors import EngineError, ShapeError
+from fastllm.core.kv_cache import BlockManager
+from fastllm.core.scheduler import Scheduler, Sequence
 
 I32 = np.int32
 
@@ -72,3 +75,126 @@ def test_a_table_that_is_too_wide_is_refused():
     batch = SimpleNamespace(block_table=np.zeros((1, 5), I32))
     with pytest.raises(EngineError, match="a block table of 5 columns"):
         _steps.fill([("block_table", "S", False, np.zeros((1, 4), I32))], batch, 1, 1, 1)
+
+
+def test_arrays_that_are_only_read_may_be_read_only_and_views_with_gaps():
+    frozen, gaps = np.arange(3, dtype=I32), np.arange(6, dtype=I32)[::2]
+    frozen.flags.writeable = False
+    part = decoding(0, [1, 2])
+    part.sequence.tokens.flags.writeable = False
+    ids, target, table = arrays(1)[0], np.zeros(3, I32), np.zeros((2, 2), I32)
+    assert _steps.move([part], 64, ids, *arrays(1)[:3])
+    assert ids.tolist() == [2]
+    for source in (frozen, gaps):
+        _steps.fill([("ids", "T", False, target)], SimpleNamespace(ids=source), 3, 1, 1)
+        assert target.tolist() == source.tolist()
+    batch = SimpleNamespace(block_table=np.arange(8, dtype=I32).reshape(2, 4)[:, ::2])
+    _steps.fill([("block_table", "S", False, table)], batch, 2, 2, 2)
+    assert table.tolist() == [[0, 2], [4, 6]]
+
+
+def test_arrays_that_are_written_to_must_not_be_read_only():
+    frozen = np.zeros(1, I32)
+    frozen.flags.writeable = False
+    with pytest.raises(ShapeError, match="read-only"):
+        _steps.move([decoding(0, [1, 2])], 64, frozen, *arrays(1)[:3])
+    with pytest.raises(ShapeError, match="read-only"):
+        _steps.fill([("ids", "T", False, frozen)], SimpleNamespace(ids=np.zeros(1, I32)), 1, 1, 1)
+    with pytest.raises(ShapeError, match="int64"):
+        _steps.fill([("ids", "T", False, np.zeros(4, I32))], SimpleNamespace(ids=np.zeros(8, np.int64)[::2]), 4, 1, 1)
+
+
+class Pair:
+    """Two schedulers with one history: the first moves steps on where it can, the second builds each anew. Their steps must be equal."""
+
+    ARRAYS = ("ids", "positions", "slots", "query_start", "context_len", "block_table", "state_slot", "prefix_len", "sample_rows")
+
+    def __init__(self, rng):
+        self.rng, self.num_blocks, sequences = rng, rng.randint(6, 24), rng.randint(1, 5)
+        cache, self.budget = rng.random() < 0.6, None
+        limits = {"max_tokens": rng.choice([4, 8, 16]), "max_sequences": sequences, "max_rows": sequences + rng.choice([0, 2])}
+        self.schedulers = [Scheduler(BlockManager(self.num_blocks, 4, prefix_cache=cache), max_blocks=self.num_blocks, **limits) for _ in range(2)]
+        self.schedulers[1]._again = lambda: None
+        for scheduler in self.schedulers:
+            scheduler.prompt_budget = lambda num_decodes: self.budget
+        self.live = {}  # number -> (the sequence of each scheduler, tokens it generates)
+        self.count = self.moved = self.copied = 0
+
+    def submit(self):
+        rng, choices = self.rng, 1 + self.rng.choice([0, 0, 0, 1, 2])
+        prompt = np.array([rng.randint(0, 1) for _ in range(rng.randint(1, 9))], I32)
+        new, rows = rng.randint(1, min(20, max((self.num_blocks - 1) * 4 - len(prompt), 1))), rng.random() < 0.15
+        groups = []
+        for scheduler in self.schedulers:
+            numbers = range(self.count, self.count + choices)
+            group = [Sequence(n, prompt, rank=(0, self.count, n), max_new=new, prompt_rows=rows and n == self.count) for n in numbers]
+            group[0].siblings = group[1:]
+            scheduler.add(group[0])
+            groups.append(group)
+        self.live |= {pair[0].owner: (pair, new) for pair in zip(*groups, strict=True)}
+        self.count += choices
+
+    def each(self, do):
+        """do(scheduler, sequence) for one sequence that lives, in both."""
+        for scheduler, sequence in zip(self.schedulers, self.live[self.rng.choice(list(self.live))][0], strict=True):
+            do(scheduler, sequence)
+
+    def cancel(self, scheduler, sequence):
+        for pair, _ in self.live.values():
+            for other in pair:
+                if sequence in other.siblings:
+                    other.siblings.remove(sequence)
+        scheduler.remove(sequence)
+        self.live.pop(sequence.owner, None)
+
+    def step(self):
+        self.budget = self.rng.choice([None, 0, 0, 1, 3])
+        steps = [scheduler.schedule() for scheduler in self.schedulers]
+        if steps[0] is None or steps[1] is None:
+            assert steps == [None, None]
+            return
+        moved, built = steps
+        assert seen(moved) == seen(built)
+        assert built.fresh
+        for name in self.ARRAYS:
+            assert getattr(moved.batch, name).tolist() == getattr(built.batch, name).tolist(), name
+        self.moved += not moved.fresh
+        self.copied += bool(moved.copies)
+        if self.live and self.rng.random() < 0.05:  # while the step runs
+            self.each(Scheduler.park)
+        for scheduler, step in zip(self.schedulers, steps, strict=True):
+            scheduler.advance(step)
+        for part in moved.slices:
+            number, draw = part.sequence.owner, self.rng.randint(0, 1)
+            if not part.samples or part.sequence.blocks is None or number not in self.live:
+                continue
+            pair, new = self.live[number]
+            for scheduler, sequence in zip(self.schedulers, pair, strict=True):
+                sequence.append(draw)
+                if sequence.num_tokens - sequence.num_prompt >= new:
+                    scheduler.remove(sequence)
+                    self.live.pop(number, None)
+
+
+def seen(step):
+    """What the engine reads of a step, besides its arrays."""
+    return step.copies, [(p.sequence.owner, p.start, p.num_tokens, p.first_row, p.num_rows, p.samples) for p in step.slices]
+
+
+def test_steps_that_are_moved_on_are_those_that_would_be_built():
+    """Random histories: prompts that share their beginnings, choices, cancels, sequences set aside, too few blocks, steps without prompts."""
+    moved = copied = preempted = found = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        pair = Pair(rng)
+        for _ in range(60):
+            event = rng.random()
+            if event < 0.15 and len(pair.live) < 7:
+                pair.submit()
+            elif 0.15 <= event < 0.30 and pair.live:
+                pair.each(pair.cancel if event < 0.20 else Scheduler.park if event < 0.24 else Scheduler.unpark)
+            pair.step()
+        moved, copied = moved + pair.moved, copied + pair.copied
+        preempted += pair.schedulers[0].num_preemptions
+        found += pair.schedulers[0].blocks.hit_tokens
+    assert min(moved, copied, preempted, found) > 20, "the histories lack what they are to test"
