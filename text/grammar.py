@@ -71,16 +71,20 @@ class Matcher:
             raise self._failed()
         if self._matcher.is_stopped():
             return True
-        self._coming = self._worker.submit(self._compute)
+        self.ahead()
         return False
 
+    def ahead(self) -> None:
+        """Begins to compute the next mask."""
+        if self._ready is None and self._coming is None:
+            self._coming = self._worker.submit(self._compute)
+
     def feed(self, token_ids: list[int]) -> bool:
-        """Takes the beginning of a text that somebody has written already. False: the grammar does not begin so."""
-        self._ready = None
-        if self._matcher.try_consume_tokens(token_ids) != len(token_ids) or self._matcher.is_error():
-            return False
-        self._coming = self._worker.submit(self._compute)
-        return True
+        """Takes a text that somebody has written already. False: the grammar does not go on so, and nothing more can be done with this matcher."""
+        if self._coming is not None:
+            self._coming.result()
+        self._ready = self._coming = None
+        return self._matcher.try_consume_tokens(token_ids) == len(token_ids) and not self._matcher.is_error()
 
     @property
     def held(self) -> bool:
@@ -220,7 +224,8 @@ class GrammarCompiler:
             CallGrammar(
                 trigger["marker"].encode(),
                 trigger["keep"],
-                re.compile(trigger["pattern"].encode()) if trigger["pattern"] else None,
+                re.compile(trigger["head"].encode()) if trigger["head"] else None,
+                trigger["at_start"],
                 self.bundle(trigger["source"], param),
             )
             for trigger in triggers

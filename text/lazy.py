@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["After", "Budget", "CallGrammar", "Held", "Lazy"]
 
-MAX_START: Final = 256  # bytes in which a call without a marker must begin
-
 
 @dataclass(frozen=True)
 class CallGrammar:
@@ -28,7 +26,8 @@ class CallGrammar:
 
     marker: bytes
     keep: int
-    pattern: re.Pattern[bytes] | None
+    head: re.Pattern[bytes] | None
+    at_start: bool
     make: Callable[[], Matcher]
 
 
@@ -150,7 +149,8 @@ class Budget:
 
 
 class Lazy:
-    """Free text; but a call that the answer opens is held to its grammar, from its marker to its end.
+    """Free text; but a call that the answer opens is held to its grammar, from its marker to its end. Where a marker is plain text, it may be
+    prose: then the answer is on trial until it has written what only a call has, and only then is it held.
 
     calls: what opens one. reasoning: (opening, closing) of text in which markers mean nothing. in_reasoning: the answer starts there. one: the
     end of the first call ends the answer. encode: bytes -> ids of some tokens with these bytes.
@@ -165,12 +165,13 @@ class Lazy:
         bytes_of: Callable[[int], bytes],
         encode: Callable[[bytes], list[int]],
     ):
-        self._calls = [call for call in calls if call.pattern is None]
-        self._at_start = [call for call in calls if call.pattern is not None]
+        self._calls = [call for call in calls if not call.at_start]
+        self._at_start = [call for call in calls if call.at_start]
         self._reasoning, self._thinks, self._one = reasoning, in_reasoning, one
         self._bytes_of, self._encode = bytes_of, encode
         self._text = b""  # not looked at yet, or what may be the beginning of a marker
         self._matcher: Matcher | None = None
+        self._trial: _Trial | None = None
         markers = [call.marker for call in self._calls] + ([] if reasoning is None else list(reasoning))
         self._longest = max(map(len, markers), default=1)
 
@@ -187,11 +188,13 @@ class Lazy:
         """As `Matcher.accept`."""
         if self._matcher is not None:
             return self._matcher.accept(token_id) and self._leave()
-        self._text += self._bytes_of(token_id)
-        while self._look():
-            if self._matcher is not None:
-                return self._matcher.complete and self._leave()
-        return False
+        said = self._bytes_of(token_id)
+        self._text += said
+        if self._trial is not None:
+            self._try([token_id], said)
+        while self._matcher is None and self._trial is None and self._look():
+            pass
+        return self._matcher is not None and self._matcher.complete and self._leave()
 
     def _leave(self) -> bool:
         self._matcher, self._text = None, b""
@@ -204,11 +207,10 @@ class Lazy:
         if self._at_start:
             text = self._text.lstrip()
             for call in self._at_start:
-                assert call.pattern is not None
-                if call.pattern.match(text):
-                    self._at_start = []
+                if text.startswith(call.marker):
+                    self._at_start, self._text = [], text[1:]
                     return self._open(call, text)
-            if not text or (len(text) < MAX_START and any(text.startswith(call.marker) for call in self._at_start)):
+            if not text:
                 return False
             if not (self._reasoning and self._reasoning[0].startswith(text[: len(self._reasoning[0])])):
                 self._at_start = []
@@ -234,8 +236,26 @@ class Lazy:
         return True
 
     def _open(self, call: CallGrammar, begun: bytes) -> bool:
-        """Holds the answer to the call that it has begun; if that is none of this grammar, it is text."""
-        matcher = call.make()
-        if not begun or matcher.feed(self._encode(begun)):
-            self._matcher = matcher
+        """Tries the call that the answer may have begun; if that is none of this grammar, it is text."""
+        self._trial = _Trial(call.make(), call.head)
+        self._try(self._encode(begun), begun)
         return True
+
+    def _try(self, ids: list[int], said: bytes) -> None:
+        trial = self._trial
+        assert trial is not None
+        trial.said += said
+        if ids and not trial.matcher.feed(ids):
+            self._trial = None
+        elif trial.head is None or trial.matcher.complete or trial.head.search(trial.said):
+            self._matcher, self._trial = trial.matcher, None
+            self._matcher.ahead()
+
+
+@dataclass
+class _Trial:
+    """What may be a call: what follows its marker has the grammar's form. head: the call must have said this to be one; None: it is one."""
+
+    matcher: Matcher
+    head: re.Pattern[bytes] | None
+    said: bytes = b""

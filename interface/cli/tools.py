@@ -74,8 +74,7 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
     from ..server.constraints import compile_constraint
     from ..server.prepare import Kitchen, Prepared, chat, explain
     from ..server.schemas import ChatBody
-    from ..server.tools import OutputSpec, kept_ids, tool_parser
-    from ..text.output import FORMATS, OutputParser
+    from ..server.tools import OutputSpec, kept_ids, make_parser, tool_parser
 
     loaded, tokenizer = llm.loaded, llm.tokenizer
     kitchen = Kitchen(tokenizer, llm.loaded.template, loaded.context, loaded.planned.definition.vocab_size, reasoning_format="none")
@@ -98,8 +97,7 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
         form = tool_parser(llm.loaded.template)
         notes.append(f"this model's chat template knows no tools: they are described in the system message, calls in the {form} form")
     assert spec.calls is not None
-    parser = OutputParser(None, FORMATS[spec.calls], tools=spec.tools, stream=spec.held)
-    return ToolAnswer(ready.prompts[0].tolist(), grammar, kept_ids(tokenizer, spec), parser, notes)
+    return ToolAnswer(ready.prompts[0].tolist(), grammar, kept_ids(tokenizer, spec), make_parser(spec), notes)
 
 
 def _tools_of(path: Path) -> list[Any]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from ..core.errors import FastLLMError, http_types
 
-__all__ = ["ERROR_FIELDS", "Identity", "error_body", "error_headers", "fingerprint", "is_fault", "public_message"]
+__all__ = ["ERROR_FIELDS", "Identity", "describe", "error_body", "error_headers", "fingerprint", "is_fault", "public_message"]
 
 ERROR_FIELDS: Final = ("n_prompt_tokens", "n_ctx")  # of an error, that clients may read
 RETRIED: Final = (408, 409, 429)  # and everything from 500 on: what the clients' libraries send again
@@ -45,6 +47,14 @@ class Identity:
 def is_fault(error: FastLLMError) -> bool:
     """Something broke inside: the client is told no more than that, the log everything."""
     return error.http_status >= 500 and error.http_status not in (501, 503)
+
+
+def describe(error: BaseException) -> str:
+    """An error without the values that a validation complains about: they are a client's, or the model's."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    faults = (f"{'.'.join(map(str, fault['loc']))} {fault['type']}".strip() for fault in error.errors(include_url=False, include_context=False, include_input=False))
+    return f"{type(error).__name__}: {error.title}: {', '.join(faults)}"
 
 
 def public_message(error: FastLLMError, request_id: str) -> str:

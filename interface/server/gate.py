@@ -25,7 +25,7 @@ from ..core.errors import (
     PermissionDenied,
     Unavailable,
 )
-from .answers import error_body, error_headers, is_fault
+from .answers import describe, error_body, error_headers, is_fault
 from .limits import KeyLimits
 from .page import PATHS as PAGE
 from .sse import Receive, Scope, Send, encode
@@ -145,7 +145,7 @@ class Gate:
             await self._failed(send_marked, visit, error)
         except Exception as error:
             self._runtime.log.fault(visit, error)
-            await self._failed(send_marked, visit, EngineError(f"{type(error).__name__}: {error}"))
+            await self._failed(send_marked, visit, EngineError(describe(error)))
         finally:
             if entered is not None:
                 self._limits.leave(entered, held)

@@ -18,10 +18,11 @@ from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, 
 from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
 from ..core.sampling import effective_seed, stream_id
 from ..text import Tokenizer
-from ..text.output import FORMATS, REASONING, OutputParser
+from ..text.output import OutputParser
 from .answer import Answer
+from .answers import describe
 from .prepare import Prepared
-from .tools import OutputSpec, kept_ids
+from .tools import OutputSpec, kept_ids, make_parser
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -122,12 +123,7 @@ class Generation:
 
     def make_parser(self) -> OutputParser | None:
         """What takes an answer's text apart; None: it is content, all of it."""
-        spec = self._spec
-        if spec is None:
-            return None
-        calls = None if spec.calls is None else FORMATS[spec.calls]
-        reasoning = None if spec.reasoning is None else REASONING[spec.reasoning]
-        return OutputParser(reasoning, calls, tools=spec.tools, in_reasoning=spec.in_reasoning, stream=spec.held, form=spec.form)
+        return None if self._spec is None else make_parser(self._spec)
 
     @property
     def one_call(self) -> bool:
@@ -224,7 +220,7 @@ class Generation:
                 if answer.finish_reason is None:
                     self._feed(answer, handle, event)
         except Exception as error:  # a defect here must not reach the other requests of the same wake-up
-            self.fail(EngineError(f"request '{self.request_id}': {type(error).__name__}: {error}"))
+            self.fail(EngineError(f"request '{self.request_id}': {describe(error)}"))
 
     def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent) -> None:
         if event.token_id is not None:

@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 from ..core.errors import FastLLMError, one_line
+from .answers import describe
 from .gate import Visit
 
 __all__ = ["Log"]
@@ -65,7 +66,12 @@ class Log:
 
     def fault(self, visit: Visit, error: BaseException) -> None:
         """An inner fault, with all that a client is not told."""
-        told = "".join(traceback.format_exception(error)).rstrip()
+        told, shown = "".join(traceback.format_exception(error)).rstrip(), set[BaseException]()
+        cause: BaseException | None = error
+        while cause is not None and cause not in shown:
+            shown.add(cause)
+            told = told.replace(f"{type(cause).__name__}: {cause}", describe(cause))
+            cause = cause.__cause__ or cause.__context__
         entry = {"event": "fault", "id": visit.request_id, "path": visit.path[:200], "error": told}
         why = error.why if isinstance(error, FastLLMError) else ""
         self._write({**entry, "why": why} if why else entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from ..core.errors import FastLLMError
 from ..core.request import TokenLogprobs
@@ -15,7 +15,7 @@ from .generation import Generation, Usage
 from .reading import Block, Blocks, read
 from .sse import event_frame
 
-__all__ = ["PING", "MessagesWriter"]
+__all__ = ["PING", "MessagesWriter", "arguments_of"]
 
 PING: Final = event_frame("ping", {})
 _INPUT: Final = TypeAdapter(dict[str, Any])  # of a call that is cut: what is whole of it
@@ -53,7 +53,7 @@ class MessagesWriter:
         text = "" if empty else block.text
         if block.kind == "call":
             call_id = self._ids.setdefault(block.index, f"toolu_{secrets.token_hex(12)}")
-            return {"type": "tool_use", "id": call_id, "name": block.name, "input": _INPUT.validate_json(text or "{}", experimental_allow_partial=True)}
+            return {"type": "tool_use", "id": call_id, "name": block.name, "input": arguments_of(text)}
         return {"type": "thinking", "thinking": text, "signature": ""} if block.kind == "reasoning" else {"type": "text", "text": text}
 
     def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
@@ -103,6 +103,14 @@ class MessagesWriter:
     def body(self, usage: Usage) -> dict[str, Any]:
         """The whole message."""
         return self._message(_usage(usage), content=[self._content(block) for block in self._blocks.all], **self._end())
+
+
+def arguments_of(arguments: str) -> dict[str, Any]:
+    """What a call gives; of one that is cut, what is whole; nothing of a text that is no JSON."""
+    try:
+        return _INPUT.validate_json(arguments or "{}", experimental_allow_partial=True)
+    except ValidationError:
+        return {}
 
 
 def _delta(block: Block, text: str) -> dict[str, Any]:

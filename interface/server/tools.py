@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import InvalidRequest
 from ..text.json_schema import check_schema, refused
-from ..text.output import FORMATS, REASONING, detect_format, detect_reasoning, starts_in_reasoning
+from ..text.output import FORMATS, REASONING, OutputParser, detect_format, detect_reasoning, starts_in_reasoning
 from ..text.output.call_grammars import Lexicon, Unheld, lazy, required
 from .schemas import AllowedChoice, ChatBody, NamedChoice
 
 if TYPE_CHECKING:
     from ..text import ChatTemplate, Tokenizer
 
-__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "kept_ids", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
+__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "kept_ids", "make_parser", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
 
 DESCRIPTION: Final = (
     "You may call functions. They are given as JSON within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -32,7 +32,8 @@ DESCRIPTION: Final = (
 @dataclass
 class OutputSpec:
     """How an answer's text is read. calls, reasoning: names of formats; tools: name -> schema; in_reasoning: it starts there; one: the first
-    call ends the answer; held: a grammar holds the calls, so their arguments leave while they are written; form: one holds all but reasoning."""
+    call ends the answer; held: a grammar holds the calls, so their arguments leave while they are written; form: one holds all but reasoning;
+    plain: reasoning stays in the content."""
 
     calls: str | None = None
     reasoning: str | None = None
@@ -41,6 +42,7 @@ class OutputSpec:
     one: bool = False
     held: bool = False
     form: bool = False
+    plain: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -199,12 +201,20 @@ def _conversation_call(call: Any, where: str) -> dict[str, Any]:
 
 def output_spec(use: ToolUse, template: ChatTemplate, prompt: str, reasoning_format: str) -> OutputSpec | None:
     """How the answer is read; None: it is content, all of it. prompt: as it was rendered; reasoning_format: none leaves reasoning in the content."""
-    reasoning = None if reasoning_format == "none" else detect_reasoning("\0".join(template.literals))
+    reasoning = detect_reasoning("\0".join(template.literals))
     calls = use.format if use.tools else None
     if reasoning is None and calls is None:
         return None
     starts = reasoning is not None and starts_in_reasoning(prompt, REASONING[reasoning])
-    return OutputSpec(calls, reasoning, use.schemas, starts, one=bool(calls) and use.one)
+    return OutputSpec(calls, reasoning, use.schemas, starts, one=bool(calls) and use.one, plain=reasoning_format == "none")
+
+
+def make_parser(spec: OutputSpec) -> OutputParser:
+    """What takes an answer's text apart."""
+    calls = None if spec.calls is None else FORMATS[spec.calls]
+    reasoning = None if spec.reasoning is None else REASONING[spec.reasoning]
+    more = {name: getattr(spec, name) for name in ("tools", "in_reasoning", "form", "plain")}
+    return OutputParser(reasoning, calls, stream=spec.held, **more)
 
 
 def markers(spec: OutputSpec) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import threading
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from fastllm.core.errors import EngineError, Unavailable
 from fastllm.server.constraints import MAX_WAITING, Compilation
@@ -109,6 +110,21 @@ def test_grammars_that_wait_are_counted():
 def test_the_log_of_a_fault_has_its_cause(capsys):
     Log().fault(Visit("id-1", "POST", "/v1/completions"), EngineError("a step failed", why="row 3 is not finite"))
     assert "row 3 is not finite" in capsys.readouterr().err
+
+
+def test_the_log_of_a_fault_has_no_text_of_a_client_or_a_model(capsys):
+    text = json.dumps({"n": "sec" + "ret"})
+    try:
+        try:
+            TypeAdapter(dict[str, int]).validate_json(text)
+        except ValidationError as error:
+            raise RuntimeError("no call") from error
+    except RuntimeError as error:
+        Log().fault(Visit("id-1", "POST", "/v1/messages"), error)
+    told = capsys.readouterr().err
+    assert "int_parsing" in told
+    assert "no call" in told
+    assert "secret" not in told
 
 
 def test_a_special_token_that_is_skipped_has_no_bytes_in_the_content(http):

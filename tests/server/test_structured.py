@@ -194,7 +194,7 @@ def test_json_with_a_name_is_no_call(start, tool):
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             format = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
-            for more in ({"extra_body": {"guided_json": PERSON}}, {"response_format": format} if tool is WEATHER else {}):
+            for more in ({}, {"extra_body": {"guided_json": PERSON}}, {"response_format": format} if tool is WEATHER else {}):
                 for stream in (False, True):
                     script.say(BOB)
                     answer = ask(client, tools=[tool], stream=stream, **more)
@@ -279,6 +279,20 @@ def test_text_that_opens_no_call_is_free(client, script):
     script.say("<tool_cat> and {braces}")
     [choice] = ask(client, tools=[WEATHER, CLOCK], max_tokens=60).choices
     assert (choice.message.content, choice.finish_reason, script.refused) == ("<tool_cat> and {braces}", "stop", [])
+
+
+def test_a_marker_in_prose_is_prose(client, script):
+    text = "In docs: `<tool_call>` opens, `</tool_call>` closes; <tool_call>{a} is none."
+    for stream in (False, True):
+        script.say(text)
+        answer = ask(client, tools=[WEATHER], stream=stream)
+        if stream:
+            assert joined(answer) == ("", text, [], "stop")
+        else:
+            [choice] = answer.choices
+            assert (choice.message.content, choice.message.tool_calls, script.refused) == (text, None, [])
+    script.say(f"`<tool_call>` {CALL}")
+    assert joined(ask(client, tools=[WEATHER], stream=True)) == ("", "`<tool_call>`", [("weather", {"n": 3, "k": "a"})], "tool_calls")
 
 
 def test_a_call_or_the_json(client, script):

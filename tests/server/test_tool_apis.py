@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from fastllm.server.kinds import MESSAGES_NAMES, RESPONSES_NAMES
+from fastllm.server.messages import arguments_of
 
 from .conftest import Script
 from .test_structured import CALL, SCHEMA, THINKS, fits
@@ -361,3 +362,20 @@ def test_effort_is_a_budget_where_the_template_has_no_such_variable(thinker):
     assert not message.get("reasoning_content")
     body["reasoning_effort"] = "extreme"
     assert thinker.client.post("/v1/chat/completions", json=body).json()["error"]["param"] == "reasoning_effort"
+
+
+def test_thoughts_that_stay_in_the_content_call_nothing(thinker):
+    script = Script(thinker)
+    said = '<tool_call>{"name": "weather", "arguments": {n: 1}}</tool_call> no</think>See.\n'
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    body = {"messages": HI, "tools": tools, "max_tokens": 300, "reasoning_format": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    script.say(said + CALL)
+    [choice] = thinker.client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], script.refused) == (said.rstrip(), "tool_calls", [])
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"n": 3, "k": "a"}
+    thinker.engine._runner = script._runner
+
+
+def test_arguments_of_messages_that_are_no_json_are_none():
+    assert [arguments_of(text) for text in ("", '{"n": 1, "k', "{n: 1}", "[1]")] == [{}, {"n": 1}, {}, {}]

@@ -158,7 +158,7 @@ def test_a_call_that_is_opened_is_held_to_its_end(models, name, text):
             masked += 1
             assert mask[token // 32] >> (token % 32) & 1, (text, tokenizer.decode_bytes(token, skip_special=False))
         assert not held.accept(token)
-    assert masked > len(ids) // 3
+    assert masked > len(ids) // 4  # gpt-oss: a long head that may be prose
 
 
 @pytest.mark.parametrize("name", FORMATS)

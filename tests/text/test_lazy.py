@@ -1,4 +1,4 @@
-"""What begins in the middle of an answer: the end of reasoning that takes too long."""
+"""What begins in the middle of an answer: the end of reasoning that takes too long, and calls, which prose that names their markers is not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fastllm.text.grammar import GrammarCompiler
+from fastllm.text.output import FORMATS, OutputParser
 from fastllm.text.output.call_grammars import lazy
-from tests.text.test_call_grammars import SCHEMAS, make
+from tests.text.test_call_grammars import OWN, SCHEMAS, make
 
 THINK = ("<think>", "</think>")
 
@@ -65,3 +66,30 @@ def test_a_budget_leaves_forms_and_calls_alone(model):
     call = '<tool_call>{"name": "weather", "arguments": {"city": "<think> b c d", "days": 1}}</tool_call> <think> more'
     held = compiler.calls(triggers, reasoning=THINK)
     assert said(tokenizer, compiler.budget(held, 2, THINK, False)(), call) == call
+
+
+PROSE = ("In docs: `{}` opens it.", "{}", "See {}{{this: 1}}", "{}{}{}", '{}{{"name": "nobody", "arguments": {{}}}}', "{}weather is fine", "{}" + " " * 12 + '{{"name": "weather"')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_marker_in_prose_opens_no_call_and_a_call_after_it_does(model, name):
+    tokenizer, words, compiler = model
+    triggers = [t.as_dict() for t in lazy(name, SCHEMAS, words, False)]
+    texts = [prose.format(*[marker] * 3) for marker in FORMATS[name].markers for prose in PROSE]
+    texts += ['{"name": "weather", "wind": 3}', '{"name": "Bob", "parameters": {}}', "[1, 2]", "[see(a)]"]
+    for text in texts:
+        held = compiler.calls(triggers)()
+        for token in tokenizer.encode(text, add_special=False, parse_special=False):
+            assert held.mask() is None, text
+            held.accept(token)
+        parser = OutputParser(None, FORMATS[name], tools=SCHEMAS, stream=True, strip=False)
+        deltas = parser.feed(text) + parser.finish()
+        assert all(d.call is None for d in deltas), text
+        if name != "gpt-oss":  # which has markers that are nobody's text
+            assert "".join(d.content for d in deltas) == text
+    if not FORMATS[name].at_start:
+        held, masked = compiler.calls(triggers)(), 0
+        for token in tokenizer.encode(f"{texts[0]} {OWN[name]}", add_special=False, parse_special=False):
+            masked += held.mask() is not None
+            held.accept(token)
+        assert masked > 40

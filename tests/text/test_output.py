@@ -205,6 +205,17 @@ def test_reasoning():
     assert parse(text, "gpt-oss", [3] * 90, reasoning="gpt-oss") == ("hm", "Yes.", [])
 
 
+def test_reasoning_that_stays_in_the_content_calls_nothing():
+    options = {"reasoning": "think", "plain": True, "stream": True}
+    for sizes in ([], [3] * 200):
+        thought = f"<think>{TEXTS['hermes']}</think>\n"
+        assert parse(thought + TEXTS["hermes"], "hermes", sizes, **options) == ("", thought.rstrip(), CALLS)
+        assert parse(thought.removeprefix("<think>"), "hermes", sizes, in_reasoning=True, **options)[1:] == (thought.removeprefix("<think>"), [])
+        bare = OTHER["llama3-json"]
+        assert parse("<think>hm</think>" + bare, "llama3-json", sizes, **options) == ("", "<think>hm</think>", CALLS)
+        assert parse("<think>hm", "hermes", sizes, **options) == ("", "<think>hm", [])
+
+
 def test_a_prompt_tells_where_the_answer_starts():
     think = REASONING["think"]
     assert starts_in_reasoning("<|assistant|><think>\n", think)

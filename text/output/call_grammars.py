@@ -35,13 +35,15 @@ class Unheld(ValueError):
 
 @dataclass(frozen=True)
 class Trigger:
-    """What opens a call. marker: the text; keep: characters at its end that belong to the grammar; source: Lark, what follows; pattern: instead of a
-    marker, what an answer's start must match (from its first character on it belongs to the grammar)."""
+    """What opens a call. marker: the text; keep: characters at its end that belong to the grammar; source: the grammar of what follows. head: a regular
+    expression of what only a call says: before that, the marker may be prose; "": the marker alone is enough. at_start: the marker counts
+    only where the answer starts."""
 
     marker: str
     keep: int
     source: str
-    pattern: str = ""
+    head: str = ""
+    at_start: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -110,15 +112,16 @@ class _Rules:
         """A rule: the arguments as JSON."""
         return self.json(f"args_{i}", {**schema, "type": "object"}, schema)
 
-    def named(self, key: str = "arguments") -> str:
-        """A rule: {"name": …, KEY: …}"""
+    def named(self, *keys: str) -> str:
+        """A rule: {"name": …, "arguments": …}, or one of these keys."""
+        key = " | ".join(json.dumps(json.dumps(key)) for key in keys or ("arguments",))
 
         def make(i: int, name: str, schema: Any) -> str:
             if name in self.raw:
                 number = list(self.raw).index(name)
                 return f"{json.dumps(f'<custom name={json.dumps(name)}>')} @raw_{number} {json.dumps('</custom>')}"
             head = f'"{{" WS? "\\"name\\"" WS? ":" WS? {json.dumps(json.dumps(name))} WS? ","'
-            return f'{head} WS? "\\"{key}\\"" WS? ":" WS? {self.arguments(i, schema)} WS? "}}"'
+            return f'{head} WS? ({key}) WS? ":" WS? {self.arguments(i, schema)} WS? "}}"'
 
         return self.each(make)
 
@@ -184,7 +187,7 @@ def _hermes(rules: _Rules, marker: str) -> str:
 
 
 def _llama3(rules: _Rules, marker: str) -> str:
-    return f"WS? {rules.many(rules.named('parameters'), SEMICOLON)}"
+    return f"WS? {rules.many(rules.named('parameters', 'arguments'), SEMICOLON)}"
 
 
 def _pythonic(rules: _Rules, marker: str) -> str:
@@ -301,7 +304,22 @@ _BODIES: Final[dict[str, Body]] = {
     "gpt-oss": _harmony,
 }
 _KEEP: Final = {"functools[": 1, "{": 1, "[": 1}  # markers whose last character is the call's own
-_PATTERNS: Final = {"{": r'\{\s*"name"\s*:', "[": r"\[\s*[A-Za-z_][\w.]*\("}
+_NAMED: Final = r'"name"\s*:\s*"(?:[^"\\]|\\.)*"'
+_HEADS: Final = {
+    "hermes": _NAMED + '|<custom name="[^"]*">',
+    "qwen3-coder": "<function=[^>]*>",
+    "llama3-json": _NAMED + r'\s*,\s*"(?:parameters|arguments)"\s*:',
+    "llama-pythonic": r"\(",
+    "mistral": _NAMED + r"|\[ARGS\]",
+    "deepseek-v3": DEEPSEEK[2],
+    "deepseek-v3.1": DEEPSEEK[2],
+    "glm4.5": "<arg_key>|</tool_call>",
+    "kimi-k2": re.escape(KIMI[2]),
+    "minimax": _NAMED + '|<invoke name="[^"]*">',
+    "phi": _NAMED,
+    "granite": _NAMED,
+    "gpt-oss": r"<\|message\|>",
+}
 _ONE_REGION: Final = ("llama3-json", "llama-pythonic", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "phi", "granite", "gpt-oss")
 
 
@@ -311,7 +329,8 @@ def lazy(format: str, schemas: Mapping[str, Any], words: Lexicon, one: bool, raw
     for marker in FORMATS[format].markers:
         rules = _Rules(schemas, words, one, raw)
         source = rules.source(_BODIES[format](rules, marker))
-        found.append(Trigger(marker, _KEEP.get(marker, 0), source, _PATTERNS.get(marker, "")))
+        head = "" if any(special in marker for special in words.specials) else _HEADS[format]
+        found.append(Trigger(marker, _KEEP.get(marker, 0), source, head, len(marker) == 1))
     return found
 
 

@@ -137,7 +137,7 @@ def read_mistral(r: Region) -> Wait:
         yield from r.list()
         return
     name = yield from r.name()
-    if (yield from r.maybe("[CALL_ID]")):
+    if not r.stream and (yield from r.maybe("[CALL_ID]")):  # no grammar has it
         yield from r.name()
     yield from r.literal("[ARGS]")
     yield from r.blank()

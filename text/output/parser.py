@@ -35,7 +35,7 @@ class OutputParser:
     """One answer. reasoning, calls: the model's formats, None: it has none (its markers are then text). tools: name -> schema of the
     parameters, of all that may be called; none: any. in_reasoning: the prompt ends inside of reasoning. strip: white space around calls
     and after reasoning is markup, not content. stream: a grammar holds the calls. form: another grammar holds what is not a call from its first
-    character on, so that markers inside of it are its own text."""
+    character on, so that markers inside of it are its own text. plain: reasoning is content, as it was written; calls in it are none."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class OutputParser:
         strip: bool = True,
         stream: bool = False,
         form: bool = False,
+        plain: bool = False,
     ):
         self._reasoning, self._calls, self._tools, self._strip, self._stream = reasoning, calls, tools or {}, strip, stream
-        self._form = form
+        self._form, self._plain = form, plain
         self._region: Region | None = None
         self._next = 0  # index of the next call
         self._state = "reasoning" if in_reasoning and reasoning is not None else "content"
@@ -88,7 +89,7 @@ class OutputParser:
         while self._text or self._region is not None:
             if self._region is not None:
                 self._read_call(out, final=True)
-            elif self._state == "reasoning":
+            elif self._state == "reasoning" and not self._plain:
                 out.append(Delta(reasoning=self._text))
                 self._text = ""
             else:
@@ -134,10 +135,13 @@ class OutputParser:
             return False
         at, _, marker = found
         self._give(self._text[:at], out)
+        shown = marker if self._plain else ""
         if self._reasoning is not None and self._state == "reasoning":
-            self._text, self._state, self._skip_blank = self._text[at + len(marker) :], "content", self._strip
+            self._give(shown, out)
+            self._text, self._state, self._skip_blank = self._text[at + len(marker) :], "content", self._strip and not self._plain
         elif self._reasoning is not None and marker == self._reasoning.opening:
             self._text, self._state = self._text[at + len(marker) :], "reasoning"
+            self._give(shown, out)
         elif self._calls is not None and marker in self._calls.dropped:
             self._text = self._text[at + len(marker) :]
         else:
@@ -181,7 +185,7 @@ class OutputParser:
     def _give(self, text: str, out: list[Delta]) -> None:
         if not text:
             return
-        if self._state == "reasoning":
+        if self._state == "reasoning" and not self._plain:
             out.append(Delta(reasoning=text))
         else:
             self._content(out, text)
@@ -200,7 +204,7 @@ class OutputParser:
             text, self._blank = self._blank + body, text[len(body) :]
         else:
             text, self._blank = self._blank + text, ""
-        if text.strip():
+        if text.strip() and self._state == "content":
             self._started = True
         if text:
             out.append(Delta(content=text))
