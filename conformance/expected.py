@@ -7,7 +7,7 @@
     issue = "https://…"                 # may be left out
     until = "0.4"                       # version of the vendor's package from which on it must pass
 
-`[[floor]]` entries of the same file are read by `perf`. An entry that matches no case, one whose cases all pass, and one whose `until` is reached are failures themselves.
+`[[floor]]` entries of the same file are read by `perf`, `sources` by `sources`. An entry that matches no case, one whose cases all pass, and one whose `until` is reached are failures themselves.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def read_expected(path: str | Path) -> list[ExpectedFailure]:
         raise UsageError(f"cannot read {path}: {error.strerror}", who=str(path), fix="name an existing conformance.toml") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}", who=str(path), fix="see https://toml.io") from None
-    unknown = set(document) - {"expected", "floor"}
+    unknown = set(document) - {"expected", "floor", "sources"}
     entries = document.get("expected", [])
     if unknown or not isinstance(entries, list):
-        raise UsageError(f"{path} may hold [[expected]] and [[floor]] entries only", who=str(path), fix="write each as [[expected]] or [[floor]]")
+        raise UsageError(f"{path} may hold sources, [[expected]] and [[floor]] entries only", who=str(path), fix="write each as [[expected]] or [[floor]]")
     found = []
     for number, entry in enumerate(entries, 1):
         keys = {"id", "class", "reason", "issue", "until"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import time
@@ -18,20 +17,10 @@ from .levels import SUITE_VERSION, Standing
 from .perf import perf_rows
 from .runner import Selection
 
-__all__ = ["SCHEMA", "build_report", "compared_lines", "kernel_hash", "markdown", "write_reports"]
+__all__ = ["SCHEMA", "build_report", "compared_lines", "markdown", "write_reports"]
 
 SCHEMA = 3
 COLOURS = {"": "#9f9f9f", "bronze": "#a97142", "silver": "#7f8c9b", "gold": "#c9a227"}
-
-
-def kernel_hash(folder: Path | None) -> str:
-    """SHA-256 over the sources of a backend's package: if they change, a report is of another backend. "" without a folder."""
-    if folder is None:
-        return ""
-    total = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".pyx", ".pxi", ".pxd", ".c", ".h", ".cl", ".cu", ".fl") and "__pycache__" not in p.parts):
-        total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return total.hexdigest()
 
 
 def build_report(

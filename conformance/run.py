@@ -16,9 +16,10 @@ from .expected import apply_expected, read_expected
 from .levels import Standing, standing
 from .perf import build_perf, compare, read_floors, read_old
 from .perf_cases import perf_items
-from .report import build_report, kernel_hash
+from .report import build_report
 from .runner import Job, Selection, cases_for, choose, run_cases
 from .session import Target
+from .sources import kernel_hash
 from .suite.soak import soak_case
 
 __all__ = ["Run", "RunOptions", "run_suite"]
@@ -72,6 +73,7 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     path = options.expected
     if path is None and facts.package_folder is not None and (facts.package_folder / "conformance.toml").is_file():
         path = facts.package_folder / "conformance.toml"
+    sources = kernel_hash(facts.package_folder)
     listed, floors = ([], []) if path is None else (read_expected(path), read_floors(path))
     if options.soak_minutes:
         chosen.append(soak_case(options.soak_minutes))
@@ -89,7 +91,7 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     about: Mapping[str, Any] = {
         "distribution": facts.distribution, "version": facts.version, "device": facts.device, "environment": dict(facts.environment),
         "options": dict(target.options), "device_kind": facts.execution, "emulated": emulated, "execution": "emulated" if emulated else facts.execution,
-        "sources": kernel_hash(facts.package_folder), "tolerance": {k: list(v) for k, v in requirements.tolerance.items()},
+        "sources": sources, "tolerance": {k: list(v) for k, v in requirements.tolerance.items()},
         "expected": [asdict(e) for e in listed], "floors": [asdict(f) for f in floors],
     }  # fmt: skip
     report = build_report(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import BackendBroken, DownloadError
+from .core.errors import BackendBroken, DownloadError, UsageError
 from .formats.sources import env_flag
 from .host import plugin_folder
 
@@ -94,12 +94,18 @@ def check_first_open(registry: BackendRegistry, selection: Selection, backend: B
 
 
 def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> str:
-    """A hash of everything that may change what the backend computes: versions, driver, options, and the files of its package."""
+    """A hash of everything that may change what the backend computes: versions, driver, options, and the files of its package, and of those that its
+    `conformance.toml` names."""
     from importlib.metadata import version
+
+    from .conformance.sources import source_folders
 
     state = registry.state(selection.name, probe=False)
     folder = plugin_folder(state.module)
-    files = sorted(folder.rglob("*")) if folder is not None else [Path(state.distribution)]  # a file of --plugin is called as it was given
+    folders = [] if folder is None else [folder]
+    with contextlib.suppress(UsageError):  # a file that is wrong is told by the suite, not in every run
+        folders = source_folders(folder) if folder is not None else []
+    files = [p for f in folders for p in sorted(f.rglob("*"))] or [Path(state.distribution)]  # a file of --plugin is called as it was given
     stats = [(p.name, s.st_size, s.st_mtime_ns) for p in files if p.suffix != ".pyc" and p.is_file() and (s := p.stat())]
     facts = [
         selection.name, selection.device, sorted(options.items()), state.distribution, state.version, version("fastllm-engine"),

@@ -403,21 +403,41 @@ def kills() -> str:
 
 
 def conformance_reports() -> str:
-    """What the packages of the backends in this tree say they reached, and whether their sources are still those that were tested."""
+    """What the packages of the backends in this tree say they reached, whether their sources are still those that were tested, and which of
+    the pages in docs/conformance belong to that; pages of other runs are listed as such."""
+    from fastllm.conformance.levels import SUITE_VERSION
     from fastllm.conformance.published import read_published
-    from fastllm.conformance.report import kernel_hash
+    from fastllm.conformance.sources import kernel_hash
 
-    rows = []
+    pages = {p.parent.name: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs" / "conformance").glob("*/conformance.md"))}
+    rows, text = [], ""
     for folder in sorted((ROOT / "backends").iterdir()):
         for run in read_published(folder):
             options = " ".join(f"{k}={v}" for k, v in run["options"].items()) or "–"
             counts = run["counts"]
             cases = f"{counts['passed']} passed, {counts['n/a']} n/a"
-            now = "as tested" if kernel_hash(folder) == run["sources"] else "**changed since**: run `make conformance`"
-            rows.append((f"`{run['backend']}`", options, run["level"], f"{run['native']}/{run['native_of']}", run["verification"], cases, f"{run['time_s']:.0f} s", run["date"], f"`{run['sources'][:12]}` {now}"))
-    if not rows:
-        return "No report is committed: run `make conformance`.\n"
-    return table(["backend", "options", "level", "native", "", "cases", "took", "date", "sources"], rows)
+            same = kernel_hash(folder) == run["sources"] and run["suite"] == SUITE_VERSION
+            now = "as tested" if same else "**changed since**: run `make conformance`"
+            name = "-".join([run["backend"].replace(":", "-"), *run["options"].values()])
+            mine = f"- sources: {run['sources'][:16]}\n" in pages.get(name, "")
+            shown = f"[`{run['backend']}`](conformance/{name}/conformance.md)" if mine else f"`{run['backend']}`"
+            if mine:
+                del pages[name]
+            rows.append((shown, options, run["level"], f"{run['native']}/{run['native_of']}", run["verification"], cases, f"{run['time_s']:.0f} s", run["date"], f"suite {run['suite']}, `{run['sources'][:12]}` {now}"))
+    if rows:
+        text = table(["backend", "options", "level", "native", "", "cases", "took", "date", "sources"], rows)
+    else:
+        text = f"No result of suite {SUITE_VERSION} is published: run `make conformance`.\n"
+    if pages:
+        lines = [f"- [{name}](conformance/{name}/conformance.md): {_suite_of(page)}" for name, page in pages.items()]
+        text += "\nPages of earlier runs, which say nothing about the sources of today:\n\n" + "\n".join(lines) + "\n"
+    return text
+
+
+def _suite_of(page: str) -> str:
+    """`suite 1, interface 0.1, 2026-01-01`, of a report's page."""
+    found = re.search(r"^- (suite [^,]+, interface [^,]+), .*?(\d{4}-\d\d-\d\d)", page, re.MULTILINE)
+    return f"{found[1]}, {found[2]}" if found else "of an unknown suite"
 
 
 def calibration() -> str:

@@ -1,7 +1,8 @@
 """Mutants: deliberately broken backends. The suite must see every one of them, by the rule that each names.
 
     alive     the mutant's results or observables differ from those of its honest base, in the very cases that shall kill it
-    killed    one of those cases fails, by the named rule, with a margin of at least 2 where a bound decides
+    killed    one of those cases fails, by the named rule, with a margin of at least 2 where a bound decides; of mutants that are about
+              `native` and levels, what the honest base earns is no longer earned
 
 `fastllm conformance self-test` runs them all; a mutant that is dead or survives is a failure of the suite.
 """
@@ -80,6 +81,7 @@ class _Traced(Session):
     def __init__(self, opener: Callable[..., tuple[Backend, BackendSpec]], mutant: str):
         super().__init__(Target("mutant", mutant=mutant), opener=opener)
         self.trace: list[Any] = []
+        self.results: list[CaseResult] = []
 
     def run(self, names: Sequence[str]) -> list[CaseResult]:
         """Runs cases by id."""
@@ -88,6 +90,7 @@ class _Traced(Session):
             result = all_cases()[name].run(self)
             self.trace.append((name, result.status, result.message, [a.tobytes() for k, a in self.last.items() if k.startswith("result")]))
             results.append(result)
+        self.results += results
         return results
 
 
@@ -106,14 +109,11 @@ def judge_mutant(name: str) -> Kill:
     if fails:
         return Kill(*about, "error", mutant.rule, fails[0].id, message=f"the honest base fails: {fails[0].message}")
     if mutant.how == "process":
-        results = run_cases(Job(Target("mutant", mutant=name), jobs=1, limit_s=HANG_S), [all_cases()[i] for i in ids[:1]])
-        killed = [r for r in results if r.status == "failed" and r.rule == mutant.rule]
-        return Kill(*about, "killed" if killed else "survived", mutant.rule, results[0].id, message=results[0].message)
+        return _in_process(mutant, ids[0])
     with _Traced(lambda **options: (mutant.make(options), _spec()), name) as broken:
         results = broken.run(ids)
     if mutant.how == "native":
-        seen = "softmax" not in native_ops(results)[0]
-        return Kill(*about, "killed" if seen else "survived", "native", ids[0], message="not counted as native" if seen else "counted as native")
+        return _not_native(mutant, honest.results, results)
     if broken.trace == honest.trace:
         return Kill(*about, "dead", mutant.rule, ids[0], message="its results and observables are those of the honest base")
     killed = [r for r in results if r.status == "failed" and r.rule == mutant.rule]
@@ -127,13 +127,46 @@ def judge_mutant(name: str) -> Kill:
     return Kill(*about, "killed", mutant.rule, worst.id, worst.margin, worst.message)
 
 
+def _in_process(mutant: Mutant, case_id: str) -> Kill:
+    """The honest base passes in a worker, too; the mutant fails there, by its rule."""
+    about, case = (mutant.name, mutant.family, mutant.what), all_cases()[case_id]
+    honest, broken = (run_cases(Job(Target("mutant", mutant=name), jobs=1, limit_s=limit), [case])[0] for name, limit in ((HONEST, None), (mutant.name, HANG_S)))
+    if honest.status != "passed":
+        return Kill(*about, "error", mutant.rule, case_id, message=f"the honest base is {honest.status} in a worker: {honest.message}")
+    if broken.status == "passed":
+        return Kill(*about, "dead", mutant.rule, case_id, message="its results and observables are those of the honest base")
+    killed = broken.status == "failed" and broken.rule == mutant.rule
+    return Kill(*about, "killed" if killed else "survived", mutant.rule, case_id, message=broken.message)
+
+
+def _not_native(mutant: Mutant, before: Sequence[CaseResult], after: Sequence[CaseResult]) -> Kill:
+    """The op of the honest base is native; that of the mutant is right in every case, and not native in one."""
+    about, op = (mutant.name, mutant.family, mutant.what), before[0].op
+    if op not in native_ops(before)[0]:
+        return Kill(*about, "error", "native", before[0].id, message=f"{op} of the honest base is not native either")
+    wrong = next((r for r in after if r.status != "passed"), None)
+    if wrong is not None:
+        return Kill(*about, "survived", "native", wrong.id, message=f"it is {wrong.status}, not native or not: {wrong.message}")
+    if [r.native for r in before] == [r.native for r in after]:
+        return Kill(*about, "dead", "native", before[0].id, message="its results and observables are those of the honest base")
+    seen = op not in native_ops(after)[0]
+    return Kill(*about, "killed" if seen else "survived", "native", before[0].id, message="not counted as native" if seen else "counted as native")
+
+
 def _no_level(mutant: Mutant) -> Kill:
-    chosen = [c for c in all_cases().values() if c.level == "bronze" and (c.group in ("honesty", "elementwise", "rows"))]
+    """The honest base earns Bronze with these cases; the mutant earns nothing."""
+    about = (mutant.name, mutant.family, mutant.what)
+    ids = [c.id for c in all_cases().values() if c.level == "bronze" and c.group in ("honesty", "elementwise", "rows")]
+    with _Traced(lambda **options: (mutant.base(options), _spec()), HONEST) as session:
+        base = standing(session.run(ids), "bronze", whole=True)
+    if base.level != "bronze" or not base.native:
+        return Kill(*about, "error", "level", ids[0], message=f"the honest base: {base.badge()}; {'; '.join(base.reasons[:1])}")
     with _Traced(lambda **options: (mutant.make(options), _spec()), mutant.name) as session:
-        results = session.run([c.id for c in chosen])
-    earned = standing(results, "bronze", whole=True)
+        earned = standing(session.run(ids), "bronze", whole=True)
+    if (earned.level, earned.native) == (base.level, base.native):
+        return Kill(*about, "dead", "level", ids[0], message="it earns what the honest base earns")
     good = not earned.level and earned.native == 0
-    return Kill(mutant.name, mutant.family, mutant.what, "killed" if good else "survived", "level", chosen[0].id, message=earned.badge())
+    return Kill(*about, "killed" if good else "survived", "level", ids[0], message=earned.badge())
 
 
 def self_test(names: Sequence[str] = (), jobs: int = 2, progress: Callable[[Kill], None] = lambda kill: None) -> list[Kill]:

@@ -42,6 +42,37 @@ def test_a_mutant_without_a_fault_is_dead_and_one_that_nobody_sees_survives(monk
     assert judge_mutant("rms_norm.random").verdict == "error"
 
 
+def test_mutants_of_other_kinds_must_be_alive_too(monkeypatch):
+    from dataclasses import replace
+
+    known = all_mutants()
+    for name in ("softmax.exits", "softmax.downloads", "backend.skips_everything"):
+        assert judge_mutant(name).verdict == "killed", name
+    for name in ("softmax.downloads", "backend.skips_everything"):
+        monkeypatch.setitem(known, name, replace(known[name], make=known[name].base))
+        assert judge_mutant(name).verdict == "dead", name
+    monkeypatch.setattr("fastllm.conformance.mutants.HONEST", "softmax.exits")  # a base that dies in a worker
+    assert judge_mutant("softmax.crashes").verdict == "error"
+    monkeypatch.undo()
+    known = all_mutants()
+    downloads, wrong = known["softmax.downloads"], known["softmax.last_left_out"]
+    monkeypatch.setitem(known, "softmax.downloads", replace(downloads, make=wrong.make))  # wrong numbers are not "not native"
+    assert judge_mutant("softmax.downloads").verdict == "survived"
+    monkeypatch.setitem(known, "softmax.downloads", replace(downloads, base=downloads.make))
+    assert judge_mutant("softmax.downloads").verdict == "error"
+    nothing = known["backend.skips_everything"]
+    monkeypatch.setitem(known, "backend.skips_everything", replace(nothing, base=nothing.make))
+    assert judge_mutant("backend.skips_everything").verdict == "error"
+
+
+def test_a_process_mutant_without_a_fault_is_dead(monkeypatch):
+    from dataclasses import replace
+
+    known = all_mutants()
+    monkeypatch.setitem(known, "honest", replace(known["softmax.exits"], name="honest"))  # what `open_mutant` gives under that name
+    assert judge_mutant("honest").verdict == "dead"
+
+
 def test_the_command_fails_for_a_pattern_that_fits_no_mutant(tmp_path, capsys):
     with pytest.raises(UsageError):
         self_test(["nothing.at_all"])

@@ -13,7 +13,8 @@ from fastllm.cli.main import run_command
 from fastllm.conformance.case import CaseResult
 from fastllm.conformance.levels import SUITE_VERSION, standing
 from fastllm.conformance.published import FILE, publish, read_published, standing_of
-from fastllm.conformance.report import SCHEMA, kernel_hash, write_reports
+from fastllm.conformance.report import SCHEMA, write_reports
+from fastllm.conformance.sources import kernel_hash, source_folders
 from fastllm.conformance.suite import all_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,40 @@ def test_the_documents_say_when_the_sources_have_changed(tmp_path, monkeypatch):
     (package / "kernel.c").write_text("int x;")
     publish([report(tmp_path / "r", sources=kernel_hash(package))], package / FILE)
     monkeypatch.setattr(script, "ROOT", tmp_path)
-    assert "as tested" in script.conformance_reports()
+    page = tmp_path / "docs" / "conformance" / "acme" / "conformance.md"
+    page.parent.mkdir(parents=True)
+    page.write_text((tmp_path / "r" / "conformance.md").read_text())
+    text = script.conformance_reports()
+    assert "as tested" in text
+    assert "[`acme`](conformance/acme/conformance.md)" in text
+    assert "earlier runs" not in text
     (package / "kernel.c").write_text("int y;")
     assert "changed since" in script.conformance_reports()
+    (package / FILE).unlink()
+    text = script.conformance_reports()
+    assert f"No result of suite {SUITE_VERSION} is published" in text
+    assert f"Pages of earlier runs, which say nothing about the sources of today:\n\n- [acme](conformance/acme/conformance.md): suite {SUITE_VERSION}, interface 1.0, 2026-01-01" in text
+
+
+def test_the_hash_is_over_every_folder_that_the_package_names(tmp_path, monkeypatch):
+    """A backend that is built on another package changes with it."""
+    package, kernels = tmp_path / "acme", tmp_path / "acme_kernels"
+    for folder in (package, kernels):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    alone = kernel_hash(package)
+    (package / "conformance.toml").write_text('sources = ["acme_kernels"]\n')
+    before = kernel_hash(package)
+    assert before != alone
+    (kernels / "k.cl").write_text("kernel void f() {}")
+    assert kernel_hash(package) != before
+    for text, why in (('sources = ["acme_nothing"]', "there is no module 'acme_nothing'"), ("sources = 3", "list of modules"), ("sources =", "not valid TOML")):
+        (package / "conformance.toml").write_text(text)
+        with pytest.raises(UsageError, match=why):
+            kernel_hash(package)
+
+
+def test_the_code_that_opencl_shares_belongs_to_it():
+    folder = Path(importlib.util.find_spec("fastllm.backends.opencl_generic").origin).parent
+    assert [p.name for p in source_folders(folder)] == ["opencl_generic", "gpu"]
