@@ -42,6 +42,9 @@ __all__ = [
 EFFORTS: Final[dict[str, int | None]] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None}
 """reasoning_effort -> tokens of reasoning, where the model's template has no such variable."""
 
+WITH_TEMPLATE: Final = ("chat", "template", "input_tokens")
+"""Kinds of bodies that may bring a template (--allow-request-template)."""
+
 PART_KEYS: Final = frozenset(
     "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
 )  # of content parts, in one interface or another: read, or refused
@@ -125,7 +128,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
     body = parse_body(raw)
     for name, instead in REFUSED[kind].items():
-        if body.get(name) is not None and not (name == "chat_template" and kitchen.request_template and kind != "completion"):
+        if body.get(name) is not None and not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
             raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
     modalities = body.get("modalities")
     if modalities is not None and modalities != ["text"]:

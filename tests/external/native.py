@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,19 @@ def _at(whole: dict[str, Any], path: str) -> Any:
     return found
 
 
+def _telling(scope: Any, send: Any) -> Any:
+    """`send` that notes an answer of 500 and above where the runner looks: no case may bring one about, not even an excluded one."""
+
+    async def told(message: Any) -> None:
+        status = message.get("status", 0)
+        if status >= 500 and not (status == 503 and scope["path"] == "/health"):  # a server that loads is asked until it is ready
+            with open(os.environ["FASTLLM_EXTERNAL_FAULTS"], "a") as file:
+                print(f"status={status} path={scope['path']}", file=file)
+        await send(message)
+
+    return told
+
+
 class Native:
     """ASGI: native routes here, everything else as it comes to ours."""
 
@@ -172,6 +186,7 @@ class Native:
         """One request."""
         if scope["type"] != "http":
             return
+        send = _telling(scope, send)
         method, path = scope["method"], scope["path"]
         if method == "POST" and path in ("/completion", "/completions"):
             await self._completion(scope, receive, send)

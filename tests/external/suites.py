@@ -38,7 +38,18 @@ PACKAGES = (
 
 
 class NotFetched(Exception):
-    """The package index does not give what a suite needs."""
+    """The package index does not give what a suite needs. network: because it could not be asked; else it has lost it."""
+
+    def __init__(self, why: str, network: bool):
+        super().__init__(why)
+        self.network = network
+
+
+NETWORK = re.compile(
+    r"Retrying \(Retry\(|ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Max retries exceeded|"
+    r"Temporary failure in name resolution|Name or service not known|Network is unreachable|HTTP error (5\d\d|429)|\b(5\d\d|429) (Server|Client) Error"
+)
+"""What pip says where the index could not be asked."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +130,24 @@ def _run(command: list[str], what: str, limit_s: float) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise NotFetched(f"{what}: no answer in {limit_s:g} s") from None
+        raise NotFetched(f"{what}: no answer in {limit_s:g} s", network=True) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        raise NotFetched(f"{what}: {lines[-1] if lines else 'pip failed'}")
+        raise NotFetched(f"{what}: {lines[-1] if lines else 'pip failed'}", network=NETWORK.search(done.stderr) is not None)
 
 
 def fetch(suite: Suite) -> Path:
     """The suite's unpacked folder. Raises NotFetched if the index does not give it."""
     home = CACHE / f"{suite.package}-{suite.version}"
-    if (home / ".complete").exists():
-        return home
+    if not (home / ".complete").exists():
+        _unpack(suite, home)
+    lost = [name for name in suite.files if not (home / suite.root / name).exists()]
+    if lost:
+        raise NotFetched(f"{suite.package} {suite.version} has no {', '.join(lost)}", network=False)
+    return home
+
+
+def _unpack(suite: Suite, home: Path) -> None:
     downloads = CACHE / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     found = _archive(downloads, suite)
@@ -138,15 +156,15 @@ def fetch(suite: Suite) -> Path:
         _run([*pip, "--no-binary", suite.package, f"{suite.package}=={suite.version}"], f"{suite.package} {suite.version}", 300)
         found = _archive(downloads, suite)
     if found is None:
-        raise NotFetched(f"{suite.package} {suite.version}: the index gave no source distribution")
+        raise NotFetched(f"{suite.package} {suite.version}: the index gave no source distribution", network=False)
     with tarfile.open(found) as archive:
         for member in archive:
             inner = member.name.partition("/")[2]
             if any(inner == wanted or inner.startswith(wanted + "/") for wanted in suite.members):
                 member.name = inner
                 archive.extract(member, home, filter="data")
+    home.mkdir(exist_ok=True)
     (home / ".complete").touch()
-    return home
 
 
 def _archive(folder: Path, suite: Suite) -> Path | None:

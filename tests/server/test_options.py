@@ -53,6 +53,12 @@ def test_a_request_may_bring_its_template_where_that_is_allowed(special, http):
     assert special.client.post(CHAT, json={**body, "chat_template": endless}).status_code == 400
     inside = {"messages": HI, "chat_template_kwargs": {"chat_template": TEMPLATE}}
     assert special.client.post(CHAT, json=inside).json()["error"]["param"] == "chat_template_kwargs"
+    for path, more in (("/v1/responses", {"input": "Hi"}), ("/v1/messages", {"messages": HI, "max_tokens": 2}), ("/v1/messages/count_tokens", {"messages": HI}), ("/tokenize", {"messages": HI}), (TEXT, {"prompt": "a"})):
+        for client in (http, special.client):  # their prompts are made otherwise: nothing would read it
+            refused = client.post(path, json={**more, "chat_template": TEMPLATE})
+            assert refused.status_code == 400, (path, refused.text)
+            assert "chat_template is not supported" in refused.json()["error"]["message"]
+            assert refused.json()["error"].get("param", "chat_template") == "chat_template"
     refused = http.post(CHAT, json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
 
