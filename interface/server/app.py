@@ -19,6 +19,7 @@ from ..core.errors import (
     Cancelled,
     EngineError,
     FastLLMError,
+    ModelNotFound,
     NotFound,
     RequestTimeout,
     SwitchedOff,
@@ -298,7 +299,7 @@ def make_app(runtime: Runtime) -> Gate:
     async def model(request: Request) -> Response:
         name = request.path_params["model_id"]
         if name not in settings.names:
-            raise NotFound(f"no model '{name[:80]}' here", fix=f"the models are {', '.join(settings.names)}")
+            raise ModelNotFound(f"no model '{name[:80]}' here", fix=f"the models are {', '.join(settings.names)}")
         return JSONResponse(anthropic_entry(name) if "anthropic-version" in request.headers else entry(name))
 
     async def metrics(request: Request) -> Response:

@@ -123,7 +123,7 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
 def _embed_prompts(kitchen: Kitchen, ready: Prepared, prompts: list[Any], field: str) -> None:
     ready.params = SamplingParams(max_tokens=0, n=1, temperature=0.0)
     for prompt in prompts:
-        add_prompt(kitchen, ready, encode_prompt(kitchen, prompt, field), None)
+        add_prompt(kitchen, ready, encode_prompt(kitchen, prompt, field), None, field)
 
 
 def prepare_embeddings(kitchen: Kitchen, raw: bytes) -> Prepared:

@@ -169,14 +169,17 @@ def explain(error: ValidationError) -> InvalidRequest:
     faults = error.errors(include_url=False, include_context=False, include_input=True)
     first = faults[0]
     shared = first["loc"][0] if first["loc"] else ""
-    if any(f["type"] != first["type"] for f in faults if f["loc"][:1] == (shared,)):  # a union: each of its forms complains
-        longest = max((f for f in faults if f["loc"][:1] == (shared,)), key=lambda f: len([p for p in f["loc"] if isinstance(p, int)]))
+    mine = [f for f in faults if f["loc"][:1] == (shared,)]
+    if any(f["type"] != first["type"] for f in mine):  # a union: each of its forms complains; the one that is of the right type knows best
+        mine = [f for f in mine if not f["type"].endswith("_type")] or mine
+        first = mine[0]
+        longest = max(mine, key=lambda f: len([p for p in f["loc"] if isinstance(p, int)]))
         first = longest if any(isinstance(p, int) for p in longest["loc"]) else first
     path = ""
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not any(c in part for c in "[(") and part not in ("str", "int", "list"):
+        elif not any(c in part for c in "[(-") and part not in ("str", "int", "list"):
             path += f".{part}" if path else part
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", who=path, fix=f"send {path}", param=path)
@@ -231,11 +234,11 @@ def sampling_params(kitchen: Kitchen, body: Sampling, ready: Prepared, **more: A
     return params
 
 
-def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | None) -> None:
-    """Takes a prompt's ids. asked: the client's own max_tokens; more than fits is cut, with a warning."""
+def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | None, field: str = "prompt") -> None:
+    """Takes a prompt's ids. field: where it comes from; asked: the client's own max_tokens; more than fits is cut, with a warning."""
     room = kitchen.n_ctx - len(ids)
     if room < (0 if ready.params.max_tokens == 0 else 1):
-        raise overflow(kitchen, len(ids))
+        raise overflow(kitchen, len(ids), field)
     if asked is not None and asked > room and not any(warning.startswith("max_tokens ") for warning in ready.warnings):
         ready.warnings.append(f"max_tokens {asked} is cut to {room}: the context has {kitchen.n_ctx} tokens, the prompt {len(ids)}")
         if kitchen.strict:
@@ -243,7 +246,7 @@ def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | N
     ready.prompts.append(np.array(ids, np.int32))
 
 
-def overflow(kitchen: Kitchen, count: int, *, at_least: bool = False) -> ContextOverflow:
+def overflow(kitchen: Kitchen, count: int, field: str, *, at_least: bool = False) -> ContextOverflow:
     """The prompt has (at least) so many tokens, and the context does not hold them."""
     least = "at least " if at_least else ""
     return ContextOverflow(
@@ -251,16 +254,16 @@ def overflow(kitchen: Kitchen, count: int, *, at_least: bool = False) -> Context
         fix="shorten the prompt, or start with a larger --ctx",
         n_prompt_tokens=count,
         n_ctx=kitchen.n_ctx,
-        param="messages" if kitchen.template else "prompt",
+        param=field,
     )
 
 
-def check_size(kitchen: Kitchen, text: str) -> None:
+def check_size(kitchen: Kitchen, text: str, field: str = "messages") -> None:
     """Refuses a text that cannot fit before it is encoded. Raises ContextOverflow."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
     least = -(-size // kitchen.longest_token)
     if least > kitchen.n_ctx:
-        raise overflow(kitchen, least, at_least=True)
+        raise overflow(kitchen, least, field, at_least=True)
 
 
 # chat ---------------------------------------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: Mapping[str, tu
     use = tool_use(body, template, kitchen.tool_parser, raw)
     rendered = render_text(kitchen, body, use)
     _shape_answer(kitchen, body, use, rendered.text, ready)
-    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked)
+    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked, "messages")
 
 
 def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, ready: Prepared) -> None:
@@ -472,13 +475,13 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
 def encode_prompt(kitchen: Kitchen, prompt: Any, field: str = "prompt") -> list[int]:
     """Ids of a completion's prompt. A text is the whole prompt, so markers in it are meant; ids are checked."""
     if isinstance(prompt, str):
-        check_size(kitchen, prompt)
+        check_size(kitchen, prompt, field)
         ids = kitchen.tokenizer.encode(prompt, add_special=True, parse_special=True)
         if not ids:
             raise InvalidRequest(f"{field} is empty: there is no token in it", who=field, param=field)
         return ids
     if len(prompt) > kitchen.n_ctx:
-        raise overflow(kitchen, len(prompt))
+        raise overflow(kitchen, len(prompt), field)
     for token in prompt:
         if token >= kitchen.tokenizer.vocab_size:
             limit = kitchen.tokenizer.vocab_size - 1

@@ -394,8 +394,8 @@ _CHAT_REFUSED: Final = (
     | {
         "audio": "",
         "web_search_options": "",
-        "functions": "",
-        "function_call": "",
+        "functions": "send tools",
+        "function_call": "send tool_choice",
     }
 )
 _CHAT_TEMPLATE: Final = {"chat_template": "the template is the model's; chats may bring one to a server with --allow-request-template"}

@@ -238,3 +238,30 @@ def test_the_description_is_true_of_routes_and_bodies(http):
             answer = http.request(method.upper(), path.replace("{model_id}", "tiny").replace("{response_id}", "x"), json={})
             assert str(answer.status_code) in operation["responses"], (path, answer.text)
     assert document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most 16"),
+        (CHAT, {"messages": HI, "stop": "x" * 257}, "stop", "at most 256"),
+        (CHAT, {"messages": HI, "stop": ["x", ""]}, "stop[1]", "at least 1"),
+        (CHAT, {"messages": HI, "stop": 3}, "stop", "valid string"),
+        (CHAT, {"messages": HI, "functions": [{}]}, "functions", "send tools"),
+        (TEXT, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
+        (TEXT, {"prompt": []}, "prompt", "at least 1"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "valid"),
+        (TEXT, {"prompt": "a" * 5000}, "prompt", "5000"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1500}]}, "messages", "1024"),
+    ],
+)
+def test_the_fault_that_is_told_is_the_one_of_the_form_that_was_meant(http, path, body, param, said):
+    error = refused(http, path, body)
+    assert (error["param"] or "").startswith(param)
+    assert said in error["message"]
+    assert "constrained" not in json.dumps(error)
+
+
+def test_a_model_that_is_not_there_is_told_as_such(http):
+    answer = http.get("/v1/models/none/here")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
