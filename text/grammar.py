@@ -195,7 +195,8 @@ class GrammarCompiler:
         return self._compiled("grammar", text, source, param)
 
     def bundle(self, text: str, param: str = "tools") -> Grammar:
-        """Grammars in the library's own JSON, as `output.call_grammars` makes them; never a client's text."""
+        """Grammars in the library's own JSON, as `output.call_grammars` makes them; schemas, patterns and grammars in them are a client's, so what was
+        said of limits goes for the whole."""
         return self._compiled("bundle", text, lambda: text, param)
 
     def after(self, grammar: Grammar, text: str, opening: int | None = None) -> Callable[[], After]:

@@ -79,7 +79,7 @@ def tool_use(
     for index, schema in enumerate(schemas.values()):
         param = f"tools[{index}].function.parameters"
         check_schema(schema, param)
-        if schema.get("type", "object") != "object":
+        if schema.get("type", "object") not in ("object", ["object"]):
             raise refused(f"the type is {schema['type']!r:.60}", "arguments are an object", param)
     choice = body.tool_choice
     if not tools:

@@ -321,6 +321,13 @@ def test_a_held_call_that_is_cut_is_the_same_streamed_or_not(client, script):
     assert CALL.count(pieces) == 1
 
 
+@pytest.mark.parametrize(("kind", "status"), [("object", 200), (["object"], 200), (["object", "null"], 400), ("string", 400)])
+def test_arguments_are_an_object(http, kind, status):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {**SCHEMA, "type": kind}}}
+    answer = http.post("/v1/chat/completions", json={"messages": HI, "tools": [tool], "tool_choice": "required", "max_tokens": 4})
+    assert answer.status_code == status, answer.text
+
+
 def test_a_schema_that_no_grammar_holds_is_refused_or_said(client, http):
     loose = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}}
     body = {"messages": HI, "tools": [loose], "max_tokens": 4}

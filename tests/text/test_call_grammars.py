@@ -181,6 +181,27 @@ def test_markers_in_reasoning_mean_nothing_and_one_call_can_be_the_end():
     assert ends == [False] * (len(ends) - 1) + [True]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"https?:\/\/[a-z]+", "http://ab", "http:ab"),
+        ("a/b", "a/b", "ab"),
+        (r"a\\/", "a\\/", "a/"),
+        ("[/]", "/", "x"),
+        ("", "", "x"),
+        ("a\nb", "a\nb", "ab"),
+    ],
+)
+def test_a_text_of_a_pattern(pattern, good, bad):
+    tokenizer, words = make()
+    grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size).bundle(
+        required("hermes", {"move": {"type": "object"}}, words, True, "", raw={"move": ("regex", pattern)}), "tools"
+    )
+    for text, right in ((good, True), (bad, False)):
+        said = f'<tool_call><custom name="move">{text}</custom></tool_call>'
+        assert grammar().feed(tokenizer.encode(said, add_special=False, parse_special=False)) is right
+
+
 def test_what_a_form_cannot_hold_is_said():
     _, words = make()
     pattern = {"f": {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}}

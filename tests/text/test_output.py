@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastllm.text.output import FORMATS, REASONING, OutputParser, detect_format, detect_reasoning, json_end, starts_in_reasoning
+from fastllm.text.output.region import Region
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}}}
 TOOLS = {"weather": WEATHER, "clock": {"type": "object", "properties": {}}}
@@ -255,6 +256,30 @@ def test_arguments_are_json():
 def test_a_call_of_gpt_oss_ends_with_the_answer():
     text = "<|channel|>commentary to=functions.clock json<|message|>{}"
     assert parse(text, "gpt-oss", [5] * 20) == ("", "", [("clock", {})])
+
+
+UNITS = [
+    ("hermes", '<tool_call><custom name="a">', "</custom>x"),
+    ("hermes", '<tool_call>{"name":"', "}"),
+    ("qwen3-coder", "<tool_call><function=weather><parameter=k>", "</parameter>x"),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]{", "x"),
+]
+
+
+@pytest.mark.parametrize("end", [False, True], ids=["cut", "no call"])
+@pytest.mark.parametrize(("name", "unit", "wrong"), UNITS)
+def test_calls_that_are_none_are_not_read_again_and_again(monkeypatch, name, unit, wrong, end):
+    looked, feed = [0], Region.feed
+
+    def counted(self, text, **more):
+        looked[0] += len(text)
+        return feed(self, text, **more)
+
+    monkeypatch.setattr(Region, "feed", counted)
+    parser, text = OutputParser(None, FORMATS[name], strip=False), unit * 4000 + wrong * end
+    deltas = [d for at in range(0, len(text), 9) for d in parser.feed(text[at : at + 9])] + parser.finish()
+    assert "".join(d.content for d in deltas) == text
+    assert looked[0] < 30 * len(text)
 
 
 def test_blanks_cost_no_time():

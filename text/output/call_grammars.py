@@ -87,8 +87,8 @@ class _Rules:
         lark = "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items()), f"WS: {BLANK}"])
         made = [{"name": "calls", "lark_grammar": lark}]
         for number, (syntax, definition) in enumerate(self.raw.values()):
-            pattern = definition.replace("/", r"\/") if syntax == "regex" else ""
-            made.append({"name": f"raw_{number}", "lark_grammar": f"start: /{pattern}/" if pattern else definition})
+            lark = _lark_of(definition) if syntax == "regex" else definition
+            made.append({"name": f"raw_{number}", "lark_grammar": lark})
         return json.dumps({"grammars": made}, ensure_ascii=False)
 
     def json(self, name: str, schema: Any, top: Any, escapes: str | None = None) -> str:
@@ -133,6 +133,13 @@ class _Rules:
     def many(self, call: str, between: str = "WS?") -> str:
         """Terms: the rule once, or also several times."""
         return call if self.one else f"{call} ({between} {call})*"
+
+
+def _lark_of(pattern: str) -> str:
+    """A regular expression as Lark, quoted by the library."""
+    from llguidance import LLMatcher
+
+    return str(json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]) if pattern else 'start: ""'
 
 
 def _parameters(rules: _Rules, i: int, schema: Any, before: Callable[[str], str], after: str) -> str:

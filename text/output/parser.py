@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from .formats import CallFormat
 from .reasoning import ReasoningFormat
 from .region import CallPiece, Region, Tools
 
 __all__ = ["Delta", "OutputParser"]
+
+MAX_IN_VAIN: Final = 65536  # characters that are read as calls and are none, before no more calls are looked for;
+MORE_IN_VAIN: Final = 16  # and so many more for each character of the answer
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class OutputParser:
         self._skip_blank = False  # after a marker
         self._blank = ""  # white space after content, which is markup if a call follows
         self.num_calls = 0
+        self._fed = self._in_vain = 0  # characters of the answer, and of them those of regions that were no call, as often as they were read
+        self._calls_end = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -78,6 +84,7 @@ class OutputParser:
     def feed(self, text: str) -> list[Delta]:
         """The next text; returns what can no longer change."""
         self._text += text
+        self._fed += len(text)
         out: list[Delta] = []
         while self._advance(out):
             pass
@@ -118,7 +125,7 @@ class OutputParser:
         if self._form and self._started and not self._next:
             return []
         markers = [] if self._reasoning is None else [self._reasoning.opening]
-        if self._calls is not None:
+        if self._calls is not None and not self._calls_end:
             bare = [m for m in self._calls.markers if len(m) == 1]
             markers += [*(m for m in self._calls.markers if m not in bare), *self._calls.dropped]
             if self._calls.at_start and not self._started and self._text.lstrip()[:1] in bare:
@@ -160,7 +167,7 @@ class OutputParser:
         except (ValueError, TypeError, KeyError, RecursionError):
             self._calls_out(region.take(), out)
             self._region = None
-            self._give_up(region.unread if not region.open or not final else "", out)
+            self._give_up(region, final, out)
             return True
         self._calls_out(pieces, out)
         if region.done:
@@ -175,10 +182,17 @@ class OutputParser:
             self.num_calls += piece.complete
             out.append(Delta(call=piece))
 
-    def _give_up(self, text: str, out: list[Delta]) -> None:
-        """The region is no call: its first character is content, and what follows is looked at again."""
+    def _give_up(self, region: Region, final: bool, out: list[Delta]) -> None:
+        """The region is no call: its first character is content, and what follows is looked at again; but not what waited for an end that
+        never came, and not for ever."""
         self._started = True
-        if text:
+        text = "" if final and region.open else region.unread
+        self._in_vain += len(text) - len(region.rest)
+        if self._in_vain > MAX_IN_VAIN + MORE_IN_VAIN * self._fed:
+            self._calls_end = True
+        if final:
+            self._content(out, text)
+        elif text:
             self._text = text[1:]
             self._content(out, text[0])
 
