@@ -71,12 +71,15 @@ def round_activations(x: Array, kind: str | None, moved: Array | None = None, ed
     [n, K]. moved: how far x itself may be off [n, K], where it is a result of the same op; edged: how far codes at edges before may
     have moved it. Rounding swallows what x is off by, but for values at an edge and the scale of a group."""
     x = np.asarray(x, np.float64)
+    given = moved is not None or edged is not None
     moved = np.zeros_like(x) if moved is None else moved
     edged = np.zeros_like(x) if edged is None else edged
     if kind in (None, "f32"):
         return x, edged, moved
     if not str(kind).startswith("q8_g"):
         rounded, most = round_to(x, kind), moved + edged
+        if not given:
+            return rounded, edged, moved
         return rounded, np.maximum(round_to(x + most, kind) - rounded, rounded - round_to(x - most, kind)), np.zeros_like(x)
     group = int(str(kind)[4:])
     codes, scale = oracle.quantize(x, group)
@@ -85,12 +88,12 @@ def round_activations(x: Array, kind: str | None, moved: Array | None = None, ed
 
     def widest(off: Array) -> Array:
         """In steps, of each group."""
-        return np.repeat(off.reshape(len(x), -1, group).max(-1), group, axis=1) / np.where(step > 0, step, 1.0)
+        return np.repeat(off.reshape(len(x), x.shape[1] // group, group).max(-1), group, axis=1) / np.where(step > 0, step, 1.0)
 
-    carried, flipped = widest(moved), widest(edged)
+    carried, flipped = (widest(moved), widest(edged)) if given else (moved, edged)
     near = 4 * U["f32"] * np.maximum(np.abs(codes), 1) + (carried + flipped) * (1 + np.abs(codes) / 127)
     edge = np.abs(np.abs(codes - np.floor(codes)) - 0.5) <= near
-    by_scale = np.abs(rounded) / 127 * step
+    by_scale = np.abs(rounded) / 127 * step if given else np.zeros_like(x)
     return rounded * step, np.where(edge, step, 0.0) + by_scale * flipped, by_scale * carried
 
 

@@ -132,3 +132,9 @@ def test_secret_rounding_of_an_operand_is_seen_at_every_size(k):
     secret = (x.astype(np.float16).astype(np.float64) @ w.T).astype(np.float32)
     assert judge(honest, expected).margin <= 0.75
     assert judge(secret, expected).margin >= 2
+
+
+@pytest.mark.parametrize("act", [None, "bf16", "f16", "q8_g32"])
+def test_no_rows_are_no_rows(act):
+    expected = bounds.linear(np.zeros((0, 64), np.float32), np.ones((7, 64)), None, bounds.Numerics(act=act))
+    assert expected.y.shape == expected.bound.shape == np.shape(expected.slack) == (0, 7)
