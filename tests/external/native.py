@@ -152,11 +152,12 @@ def _at(whole: dict[str, Any], path: str) -> Any:
 
 
 def _telling(scope: Any, send: Any) -> Any:
-    """`send` that notes an answer of 500 and above where the runner looks: no case may bring one about, not even an excluded one."""
+    """`send` that notes an answer of 500 and above where the runner looks: no case may bring one about, not even an excluded one. 501 says
+    that a route is switched off, as llama.cpp says it of /slots."""
 
     async def told(message: Any) -> None:
         status = message.get("status", 0)
-        if status >= 500 and not (status == 503 and scope["path"] == "/health"):  # a server that loads is asked until it is ready
+        if status >= 500 and status != 501 and not (status == 503 and scope["path"] == "/health"):  # a server that loads is asked until it is ready
             with open(os.environ["FASTLLM_EXTERNAL_FAULTS"], "a") as file:
                 print(f"status={status} path={scope['path']}", file=file)
         await send(message)

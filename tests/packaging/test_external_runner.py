@@ -76,7 +76,8 @@ def test_an_answer_of_500_is_a_fault_whatever_the_cases_make_of_it(runner, monke
         "import signal, sys\n"
         "signal.signal(15, lambda *a: sys.exit(0))\n"
         "print('request id=a path=/x status=500 total_s=1', file=sys.stderr)\n"
-        "print('request id=b path=/y status=400 said=500', file=sys.stderr, flush=True)\n"
+        "print('request id=b path=/y status=400 said=500', file=sys.stderr)\n"
+        "print('request id=c path=/z status=501 total_s=1', file=sys.stderr, flush=True)\n"
         "print('http://x', flush=True)\n"
         "while True: signal.pause()\n"
     )
