@@ -81,7 +81,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--kv-cache-size", "--kv-cache-limit", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
         click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
         click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),
-        click.option("--tool-parser", type=click.Choice(["auto", *PARSERS]), default="auto", help="Form of the model's tool calls.  [default: auto, by its template]"),
+        click.option("--tool-parser", "--tool-call-parser", type=click.Choice(["auto", *PARSERS]), default="auto", help="Form of the model's tool calls.  [default: auto, by its template]"),
         click.option("--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content.  [default: auto, apart]"),
         click.option("--allow-request-template", is_flag=True, help="Requests may bring a chat template of their own, which runs in the sandbox."),
         click.option("--log-prompts", is_flag=True, help="Write prompts and answers into the log."),

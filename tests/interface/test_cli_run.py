@@ -346,3 +346,12 @@ def test_a_group_size_without_a_type_is_said_to_have_no_effect(run, tiny_model):
     strict = run(*asked, "--group-size", 64, "--strict")
     assert strict.code == 2
     assert "--group-size has no effect" in strict.err
+
+
+def test_names_that_upstream_has_are_taken(run, tiny_model):
+    same = ("--prompt", "hi", *GREEDY, "--json")
+    ours, theirs = (json.loads(run("run", *args, *same).out) for args in (
+        (tiny_model, "--ctx", 48, "--kv-dtype", "f32"), (tiny_model, "--max_context_length", 48, "--kv_cache_dtype", "f32"),
+    ))  # fmt: skip
+    assert ours["output_ids"] == theirs["output_ids"]
+    assert "48" in run("run", tiny_model, "--max_context_length", 48, "--prompt", "x" * 60, "--backend", "ref").err
