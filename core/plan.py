@@ -12,7 +12,7 @@ __all__ = ["HOST", "INHERITED", "Copy", "Decision", "LeftOp", "Place", "Plan", "
 HOST = "host"
 """Who runs `sample`: the executor itself, from downloaded logits. Its adjustments and masks have no bound that a device could
 reserve memory for, and two implementations of the draw would have to agree bit for bit."""
-INHERITED = "it only inherits this op, which is computed on the host in numpy"
+INHERITED = "it only inherits this op (from RefBackend: numpy on the host)"
 
 
 @dataclass(frozen=True)

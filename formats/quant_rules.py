@@ -139,12 +139,12 @@ def plan_formats(graph: Graph, weights: Mapping[str, WeightRef], sources: Mappin
         plan.formats[value.name] = fitting
     if again and not rules.allow_requantize:
         raise UsageError(
-            f"{len(again)} weights are quantised already, the first is {again[0]}",
+            f"{_weights(len(again))} {'is' if len(again) == 1 else 'are'} quantised already, the first is {again[0]}",
             why="quantising twice adds the errors of both",
             fix="convert the original model, or accept it with --allow-requantize",
         )
-    plan.notes += [f"{count} weights in {new}: their rows are no multiple of the group of {old}" for (old, new), count in shrunk.items()]
-    plan.notes += [f"{count} weights stay as they are for {why}" for why, count in kept.items()]
+    plan.notes += [f"{_weights(count)} in {new}: rows are no multiple of the group of {old}" for (old, new), count in shrunk.items()]
+    plan.notes += [f"{_weights(count)} not converted to {why}" for why, count in kept.items()]
     plan.notes += [f"the rule {shown(rules.rules[i][0])} matches no weight" for i in range(len(rules.rules)) if not used[i]]
     return plan
 
@@ -165,6 +165,10 @@ def _wanted(value: Value, rules: QuantRules) -> tuple[str | None, list[int]]:
     if FORMATS[aim].code_bits == 4 and (name in _TABLES or _CAREFUL.search(name) or int(value.shape[-1]) < SMALL_INPUTS):
         return _resolve("int8", rules.group_size), matches
     return aim, matches
+
+
+def _weights(count: int) -> str:
+    return f"{count} weight{'s' * (count != 1)}"
 
 
 def _resolve(dtype: str, group_size: int) -> str:

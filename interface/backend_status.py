@@ -55,6 +55,14 @@ class BackendStatus:
     copy_bytes_per_token: int
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def by_device(self) -> dict[str, float]:
+        """Seconds of a step: "native on NAME" first, also if nothing is, then each other state and device."""
+        found = {f"native on {self.backend}": 0.0}
+        for op in self.ops:
+            where = f"{op.state} on {op.device}"
+            found[where] = found.get(where, 0.0) + op.seconds
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

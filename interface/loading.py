@@ -74,11 +74,13 @@ class LoadOptions:
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
     values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; embedding: for vectors of
     texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
-    dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size, no_quant_layer, dtype_config,
-    allow_requantize: as of `fastllm convert`;
+    dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
+    int8 (32, 64, 128 or 256); no_quant_layer: regular expression, weights whose name matches keep their type; dtype_config: file with
+    rules for single weights, as of `fastllm convert`; allow_requantize: quantise weights again that are quantised already;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; self_test: False opens a backend
-    without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file, plugin_paths:
-    configuration and plug-in files the user named; offline: no network.
+    without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file: a plugins.toml with
+    defaults for backends; plugin_paths: backends in Python files; offline: no network; verbose:
+    of ops that leave their device a line each, with the reason and its bytes per token, instead of one for all.
     """
 
     backend: str | None = None
@@ -106,6 +108,7 @@ class LoadOptions:
     plugins_file: Path | None = None
     plugin_paths: tuple[Path, ...] = ()
     offline: bool | None = None
+    verbose: bool = False
     progress: Progress = _ignore_progress
     message: Callable[[str], None] = _ignore_message
     licence: Callable[[str, str], None] | None = None
@@ -134,7 +137,7 @@ class LoadOptions:
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType), "self_test": (bool, NoneType)}
         kinds |= {"dtype": (str, NoneType), "no_quant_layer": (str, NoneType), "allow_requantize": (bool,)}
-        kinds |= {"prefix_cache": (bool,), "strict": (bool,), "embedding": (bool,), "plugin_paths": (list, tuple)}
+        kinds |= {"prefix_cache": (bool,), "strict": (bool,), "verbose": (bool,), "embedding": (bool,), "plugin_paths": (list, tuple)}
         for name, allowed in kinds.items():
             if not isinstance(getattr(self, name), allowed):
                 expected = " or ".join({NoneType: "None", Mapping: "dict"}.get(t, t.__name__) for t in allowed)
@@ -271,7 +274,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
         definition = replace(definition, graph=registry.transform_graph(definition.graph, selection))
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
-        _report(plan, definition, files, fallback, options)
+        _report(plan, definition, files, options)
         if note := repacked_note(files, plan):
             options.message(note)
     except BaseException:
@@ -375,21 +378,32 @@ def say_note(line: str, options: LoadOptions, who: str) -> None:
     options.message(line)
 
 
-def _report(plan: Plan, definition: ModelDef, files: ModelFiles, fallback: str, options: LoadOptions) -> None:
-    """The lines that must be visible: notes of the files and the family, ops that leave their device."""
+def _report(plan: Plan, definition: ModelDef, files: ModelFiles, options: LoadOptions) -> None:
+    """The lines that must be visible: notes of the files and the family, ops whose rows depend on each other."""
     for line in (*files.notes, *definition.notes):
         say_note(line, options, str(files.path))
     varying = sorted({f"{plan.graph.nodes[d.node].op} of '{d.device}'" for d in plan.decisions if d.varies})
     if varying:
         say_note(f"what shares the batch may change results: {', '.join(varying)} declare{'s' * (len(varying) == 1)} it", options, "the rule of rows")
-    left = plan.left
-    if left and fallback == "allow":
-        count = sum(op.count for op in left)
-        options.message(f"{count} of {len(plan.decisions)} ops run elsewhere ({plan.copy_bytes_per_token():,} bytes copied per token)")
-    elif left:
+
+
+def _report_left(planned: ModelPlan, options: LoadOptions) -> None:
+    """The ops that leave their device, for who loads a model; `fastllm plan` shows them itself."""
+    plan = planned.plan
+    left, copied = plan.left, f"{plan.copy_bytes_per_token():,} bytes copied per token"
+    if not left:
+        return
+    if options.verbose:
         for op in left:
             options.message(f"{op.op} (× {op.count}) runs on {op.device}: {op.reason}; {op.bytes_per_token:,} bytes per token")
-        options.message(f"{plan.copy_bytes_per_token():,} bytes are copied between devices per token")
+        options.message(copied)
+        return
+    count = sum(op.count for op in left)
+    line = f"{count} of {len(plan.decisions)} ops run elsewhere than on {planned.selection.name}, {copied}"
+    if (options.fallback or planned.registry.fallback) != "allow":
+        devices = {device: ", ".join(dict.fromkeys(op.op for op in left if op.device == device)) for device in dict.fromkeys(op.device for op in left)}
+        line += f": {'; '.join(f'{names} on {device}' for device, names in devices.items())} (`fastllm plan` or --verbose says why)"
+    options.message(line)
 
 
 @contextlib.contextmanager
@@ -414,6 +428,7 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
     planned = plan_model(model, options)
     files = planned.files
     try:
+        _report_left(planned, options)
         tokenizer, template = open_text(files, planned.context)
         if tokenizer.vocab_size > planned.definition.vocab_size:
             raise TokenizerError(

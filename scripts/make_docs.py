@@ -146,7 +146,8 @@ def command_options(name: str, beside: str = "") -> str:
             continue
         if isinstance(parameter, click.Option):
             names = ", ".join(sorted((*parameter.opts, *parameter.secondary_opts), key=len))
-            rows.append((f"`{names}{_metavar(parameter)}`", parameter.help or ""))
+            default = f" [default: {parameter.default}]" if parameter.show_default else ""
+            rows.append((f"`{names}{_metavar(parameter)}`", f"{parameter.help or ''}{default}"))
         else:
             metavar = (parameter.metavar or parameter.name or "").upper()
             rows.append((f"`{metavar}`", "needed" if parameter.required else "may be left out"))
@@ -261,14 +262,13 @@ def load_options() -> str:
     """Fields of LoadOptions that a caller sets, with their defaults."""
     from fastllm.loading import LoadOptions
 
-    doc = _doc(LoadOptions)
+    said = {name: text for names, text in re.findall(r"(\w+(?:, \w+)*): ([^;]+?)(?:;|\.$)", _doc(LoadOptions)) for name in names.split(", ")}
     hooks = {"progress", "message", "licence"}
     rows = []
     for field in dataclasses.fields(LoadOptions):
         if field.name not in hooks:
             default = field.default if field.default is not dataclasses.MISSING else {}
-            found = re.search(rf"(?:plugins_file, )?\b{field.name}(?:, plugin_paths)?: ([^;]+?)(?:;|\.$)", doc)
-            rows.append((f"`{field.name}`", f"`{default}`", found[1] if found else "plug-in files the user named"))
+            rows.append((f"`{field.name}`", f"`{default}`", said[field.name]))  # a field without a word is an error here
     return table(("option", "default", "meaning"), rows)
 
 

@@ -23,9 +23,9 @@ STYLES = ("numpy", "cython", "cupy", "opencl")  # of fastllm.scaffold, which `--
 def new_backend(vendor: str, style: str, folder: Path, as_json: bool) -> None:
     """Write a backend package, fastllm-backend-VENDOR, that installs and works before a single op is written.
 
-    Every op is inherited at first: right, and slow. Its README says how to go on.
+    Every op is inherited at first, and runs on `cpu_avx`. Its README says how to go on.
     """
-    from ..scaffold import write_backend
+    from ..scaffold import extras, write_backend
     from .terminal import escape_controls
 
     files = write_backend(vendor, style, folder)
@@ -35,7 +35,8 @@ def new_backend(vendor: str, style: str, folder: Path, as_json: bool) -> None:
         return
     for file in files:
         click.echo(escape_controls(str(file)))
-    click.echo(escape_controls(f"next: cd {target} && pip install -e . && fastllm conformance run --backend {vendor} --level bronze"))
+    extra = extras(style)
+    click.echo(escape_controls(f"next: cd {target} && pip install -e '.{extra}' && fastllm conformance run --backend {vendor} --level bronze"))
 
 
 @click.command("status")
@@ -47,7 +48,8 @@ def new_backend(vendor: str, style: str, folder: Path, as_json: bool) -> None:
 def show_status(name: str, model: str | None, steps: int, **values: Any) -> None:
     """Show what backend NAME computes itself in MODEL, what it inherits, what leaves it, and what each op costs.
 
-    The model is run op by op; the op at the top is the one to write next. Native means: not inherited, and nothing was downloaded.
+    The model is run op by op; the first op that is not native is the one to write next. Native means: not inherited, and nothing was
+    downloaded. The time of an op is that of the device it RUNS ON, so what is inherited or leaves shows another backend's.
     """
     from ..backend_status import backend_status
     from ..loading import DEFAULT_MODEL
@@ -64,12 +66,15 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
         click.echo(json.dumps(status.as_dict(), indent=1))
         return
     asked = ", ".join(f"{dim} {low}–{high:,}" for dim, (low, high) in status.ranges.items())
-    click.echo(escape_controls(f"{name}: native {status.native}/{status.total} ops of {status.model} ({asked})"))
-    click.echo(f"{'OP':12} {'STATE':10} {'NODES':>5} {'SHARE':>7} {'MS':>9}  RUNS AS")
+    click.echo(escape_controls(f"{name}: native {status.native} of the {status.total} kinds of op that {status.model} has ({asked})"))
+    width = max(7, *(len(op.device) for op in status.ops))
+    click.echo(f"{'OP':12} {'STATE':10} {'RUNS ON':{width}} {'NODES':>5} {'SHARE':>7} {'MS':>9}  AS")
     for op in status.ops:
-        where = op.impl if op.state != "fallback" else f"{op.impl} on {op.device}: {op.reason}"
-        click.echo(escape_controls(f"{op.op:12} {op.state:10} {op.count:5} {op.share:7.1%} {1e3 * op.seconds:9.3f}  {where}"))
-    click.echo(f"a decode step, op by op: {1e3 * status.step_s:.2f} ms; {status.copy_bytes_per_token:,} bytes copied between devices")
+        how = f"{op.impl}: {op.reason}" if op.state == "fallback" else op.impl
+        click.echo(escape_controls(f"{op.op:12} {op.state:10} {op.device:{width}} {op.count:5} {op.share:7.1%} {1e3 * op.seconds:9.3f}  {how}"))
+    parts = ", ".join(f"{1e3 * seconds:.2f} {where}" for where, seconds in status.by_device().items())
+    click.echo(escape_controls(f"a decode step, op by op, without copies: {1e3 * status.step_s:.2f} ms: {parts}"))
+    click.echo(f"copied between devices: {status.copy_bytes_per_token:,} bytes per token")
 
 
 @click.command("check")

@@ -32,7 +32,14 @@ class BenchGroup(click.Group):
 
 @click.group("bench", cls=BenchGroup)
 def bench_command() -> None:
-    """Measure speed: of a model on this machine (`fastllm bench MODEL`), or of a server that runs (`fastllm bench serve URL`)."""
+    """Measure speed: of a model on this machine (`fastllm bench MODEL`), or of a server that runs (`fastllm bench serve URL`).
+
+    Without a command it is `fastllm bench model`; `fastllm bench model --help` shows its options.
+
+    \b
+    fastllm bench ./model.gguf --input-tokens 2048 --output-tokens 64 --batch 8 --repeat 3
+    fastllm bench serve http://127.0.0.1:8000 --clients 8
+    """
 
 
 bench_command.add_command(model_command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .collector import collector_at_rest
-from .options import load_options, model_options
+from .options import load_options, model_options, verbose_option
 
 if TYPE_CHECKING:
     from ..bench import Bench, Row
@@ -26,6 +26,7 @@ __all__ = ["model_command"]
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each line.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
+@verbose_option
 def model_command(model: str | None, **values: Any) -> None:
     """Measure prompt and answer speed of MODEL, with random tokens.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-__all__ = ["load_options", "model_options", "parse_pairs", "sampling_options"]
+__all__ = ["load_options", "model_options", "parse_pairs", "sampling_options", "verbose_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +36,7 @@ _model = (
     click.option("--dtype-config", type=click.Path(dir_okay=False, path_type=Path), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
     click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
     click.option("--kv-dtype", "--kv-cache-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
-    click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device.  [default: warn]"),
+    click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device: refuse, name it in a line, or only count it.  [default: warn]"),
     click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
     click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, envvar="FASTLLM_PLUGIN", help="A backend in a Python file."),
     click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
@@ -70,6 +70,11 @@ def model_options(command: F) -> F:
     return _together(*_model)(command)
 
 
+def verbose_option(command: F) -> F:
+    """--verbose, for every command that loads a model."""
+    return click.option("--verbose", "-v", is_flag=True, help="A line with the reason for each op that leaves its device, instead of one for all.")(command)
+
+
 def sampling_options(command: F | None = None, *, without: tuple[str, ...] = ()) -> Any:
     """--max-tokens … --ignore-eos; without: those whose value has one of these names."""
     chosen = [o for name, o in zip(_SAMPLING_NAMES, _sampling, strict=True) if name not in without]
@@ -92,7 +97,7 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     from ..loading import LoadOptions
 
     names: tuple[str, ...] = ("backend", "threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
-    names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize")
+    names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize", "verbose")
     chosen = {name: values[name] for name in names if name in values}
     if values.get("no_self_test"):
         chosen["self_test"] = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .collector import collector_at_rest
-from .options import load_options, model_options, sampling_options
+from .options import load_options, model_options, sampling_options, verbose_option
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
@@ -41,6 +41,7 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # options of which an answer tak
 @click.option("--no-history", is_flag=True, help="Chat without writing what you type to the history file.")
 @sampling_options
 @model_options
+@verbose_option
 def run_command(model: str | None, **values: Any) -> int:
     """Answer a prompt, or chat, with MODEL.
 

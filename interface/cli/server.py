@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from .options import load_options, model_options, sampling_options
+from .options import load_options, model_options, sampling_options, verbose_option
 from .sizes import CacheSize, Size
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @server_options
 @sampling_options(without=("max_tokens", "seed", "ignore_eos"))
 @model_options
+@verbose_option
 def server_command(model: str | None, **values: Any) -> int:
     """Serve MODEL to clients of the OpenAI and Anthropic interfaces.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from .options import model_options, sampling_options
+from .options import model_options, sampling_options, verbose_option
 from .server import SERVER_SETTINGS, run_server, server_options
 
 __all__ = ["open_browser", "webui_command"]
@@ -36,6 +36,7 @@ def open_browser(url: str) -> bool:
 @server_options
 @sampling_options(without=("max_tokens", "seed", "ignore_eos"))
 @model_options
+@verbose_option
 def webui_command(model: str | None, no_open: bool, **values: Any) -> int:
     """Serve MODEL on this machine, and open its page in the browser.
 

@@ -18,7 +18,7 @@ from string import Template
 from ..core.errors import FastLLMError, UsageError
 from ..core.ops import CORE_OPS
 
-__all__ = ["STYLES", "write_backend"]
+__all__ = ["STYLES", "extras", "write_backend"]
 
 STYLES = {
     "numpy": "Python and numpy",
@@ -82,6 +82,11 @@ def write_backend(vendor: str, style: str = "numpy", folder: Path = Path()) -> l
     return sorted(written)
 
 
+def extras(style: str) -> str:
+    """What stands behind the package's name for `pip install`: for its tests, and for the device's library where the style has one."""
+    return "[runtime,test]" if SETTINGS[style][1] else "[test]"
+
+
 def _check_name(vendor: str) -> None:
     if not NAME.fullmatch(vendor):
         raise UsageError(
@@ -119,5 +124,5 @@ def _values(vendor: str, style: str) -> dict[str, str]:
         "build_requires": build,
         "runtime_requires": runtime,
         "num_ops": str(len(CORE_OPS) - 1),  # without `sample`, which the engine does itself
-        "extra": "[runtime,test]" if runtime else "[test]",
+        "extra": extras(style),
     }

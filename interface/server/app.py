@@ -336,7 +336,8 @@ def make_app(runtime: Runtime) -> Gate:
         "/openapi.json": openapi,
     }
     for method, path, summary, extra in ROUTES:
-        app.add_api_route(path, handlers[path], methods=[method], summary=summary, response_model=None, openapi_extra=extra)
+        methods = [method, "HEAD"] if method == "GET" else [method]  # uvicorn sends the head of what GET would get
+        app.add_api_route(path, handlers[path], methods=methods, summary=summary, response_model=None, openapi_extra=extra)
     page.register(app, settings)
     routes = [(r.path_regex, frozenset(r.methods or ()), r.path) for r in app.routes]  # type: ignore[attr-defined]
     return Gate(app, runtime, routes)

@@ -64,7 +64,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if found := re.search(r"{(\w+)}", path):
             operation["parameters"] = [{"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}]
-        for method in route.methods:  # type: ignore[attr-defined]
+        for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]  # GET's, without a body
             operation = {**operation, "operationId": f"{method.lower()}_{operation['operationId']}"}
             paths.setdefault(path, {})[method.lower()] = operation
     return {

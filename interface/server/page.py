@@ -101,4 +101,4 @@ def register(app: FastAPI, settings: ServerSettings) -> None:
 
     for path, (_, media, summary) in FILES.items():
         extra: dict[str, Any] = {"media": media.partition(";")[0]}
-        app.add_api_route(path, serve, methods=["GET"], summary=summary, response_model=None, openapi_extra=extra)
+        app.add_api_route(path, serve, methods=["GET", "HEAD"], summary=summary, response_model=None, openapi_extra=extra)

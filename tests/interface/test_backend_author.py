@@ -121,13 +121,21 @@ def test_an_op_that_claims_to_be_native_and_downloads_is_inherited(run, tiny_mod
 def test_status_in_words_and_its_errors(run, tiny_model):
     done = run("backend", "status", "cpu_avx", tiny_model, "--ctx", 32, "--steps", 1, "-q")
     assert done.out.startswith("cpu_avx: native ")
-    assert "linear" in done.out
+    assert re.search(r"^linear +native +cpu_avx +\d+ .*\d  \S+$", done.out, re.MULTILINE)
+    some = run("backend", "status", "fake", tiny_model, "--ctx", 32, "--steps", 1, "-q", "--backend-opt", "inherit=all")
+    assert re.search(r"^fake: native 0 of the \d+ kinds of op that ", some.out)
+    assert re.search(r"^linear +inherited +cpu_avx ", some.out, re.MULTILINE)  # whose times these are
+    assert re.search(r": [\d.]+ ms: 0\.00 native on fake, [\d.]+ inherited on cpu_avx$", some.out, re.MULTILINE)
     assert run("backend", "status", "nothing", tiny_model).code == 2
     assert run("backend", "status", "fake", tiny_model, "--backend", "ref").code == 2
     assert run("backend", "status", "fake", "/no/such/file.gguf").code == 2
 
 
 def test_new_on_the_command_line(run, tmp_path):
+    for style, extra in (("numpy", "[test]"), ("opencl", "[runtime,test]")):
+        last = run("backend", "new", f"npu_{style}", "--dir", tmp_path, "--style", style).out.splitlines()[-1]
+        assert f"pip install -e '.{extra}' &&" in last
+        assert f'pip install -e ".{extra}"' in (tmp_path / f"fastllm-backend-npu-{style}" / "README.md").read_text()
     done = run("backend", "new", "acme", "--dir", tmp_path, "--style", "cython", "--json")
     facts = json.loads(done.out)
     assert done.code == 0

@@ -267,12 +267,20 @@ def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, 
     assert left["attention"]["reason"] == "partial: this device has no softmax"
     assert "only inherits" in left["act_mul"]["reason"]
     assert facts["copy_bytes_per_token"] == sum(f["bytes_per_token"] for f in left.values()) > 0
-    assert "leaves its device" in run("plan", tiny_model, "--no-measure", *partial).out
+    shown = run("plan", tiny_model, "--no-measure", *partial)
+    assert shown.out.count("leaves its device") == 3
+    assert "attention" not in shown.err  # once is enough
     warned = run("run", tiny_model, "--prompt", "x", "-n", 1, *partial)
     assert warned.code == 0
-    assert "attention (× 2) runs on cpu_avx" in warned.err
+    [line] = [line for line in warned.err.splitlines() if "elsewhere" in line]
+    assert "6 of " in line
+    assert "kv_write, attention, act_mul on cpu_avx (`fastllm plan` or --verbose says why)" in line
+    each = run("run", tiny_model, "--prompt", "x", "-n", 1, "--verbose", *partial).err
+    assert "attention (× 2) runs on cpu_avx: partial: this device has no softmax" in each
+    assert "elsewhere" not in each
     allowed = run("run", tiny_model, "--prompt", "x", "-n", 1, "--fallback", "allow", *partial)
     assert "ops run elsewhere" in allowed.err
+    assert "attention" not in allowed.err
     for more in (("--fallback", "error"), ("--strict",)):
         refused = run("run", tiny_model, "--prompt", "x", "-n", 1, *more, *partial)
         assert refused.code == 5

@@ -33,7 +33,7 @@ def load(path: str) -> ModuleType:
 
 make_docs = load("scripts/make_docs.py")
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in make_docs.documents()]
-OTHER_OPTIONS = {"--cells", "--check", "--cpus", "--create-home", "--http-mode", "--isa", "--kv-dtype", "--model", "--no-cache-dir", "--opt", "--out", "--peer", "--stop-timeout", "--write"}
+OTHER_OPTIONS = {"--cells", "--check", "--cpus", "--create-home", "--from", "--http-mode", "--isa", "--kv-dtype", "--model", "--no-cache-dir", "--no-deps", "--no-install-recommends", "--opt", "--out", "--peer", "--stop-timeout", "--write"}
 
 
 def read(name: str) -> str:
@@ -277,7 +277,7 @@ def test_python_examples_run(name, examples, monkeypatch, capsys):
 
 def test_all_python_blocks_are_run_by_a_test():
     known = {"README.md", "docs/python.md"}
-    assert [n for n in DOCUMENTS if n not in known and [b for i, b in blocks(read(n), "python") if i != "acme.py"]] == []
+    assert [n for n in DOCUMENTS if n not in known and [b for i, b in blocks(read(n), "python") if i != "tinyacme.py"]] == []
 
 
 def call(capsys, *args: str) -> tuple[int, str, str]:
@@ -318,31 +318,31 @@ def test_the_plugins_file_that_is_shown_is_accepted(tmp_path):
 
 def test_the_backend_that_contributing_shows_works(examples, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(examples)
-    [source] = [body for info, body in blocks(read("CONTRIBUTING.md"), "python") if info == "acme.py"]
-    plugin = tmp_path / "acme.py"
+    [source] = [body for info, body in blocks(read("CONTRIBUTING.md"), "python") if info == "tinyacme.py"]
+    plugin = tmp_path / "tinyacme.py"
     plugin.write_text(source)
     code, out, err = call(capsys, "backends", "list", "--plugin", str(plugin), "--json")
     assert code == 0, err
-    [state] = [s for s in json.loads(out) if s["name"] == "acme"]
+    [state] = [s for s in json.loads(out) if s["name"] == "tinyacme"]
     assert (state["state"], state["priority"]) == ("ready", 10)
 
     arguments = ["smollm2", "--plugin", str(plugin), "--json"]
-    code, out, err = call(capsys, "plan", *arguments, "--backend", "acme", "--no-measure")
+    code, out, err = call(capsys, "plan", *arguments, "--backend", "tinyacme", "--no-measure")
     assert code == 0, err
     left = json.loads(out)["fallbacks"]
     assert "linear" not in {f["op"] for f in left}
     assert {f["device"] for f in left} == {"cpu_avx"}
-    code, out, err = call(capsys, "plan", *arguments, "--backend", "acme", "--no-measure", "--fallback", "error")
+    code, out, err = call(capsys, "plan", *arguments, "--backend", "tinyacme", "--no-measure", "--fallback", "error")
     assert code == 5, err
     answers = {}
-    for backend in ("ref", "acme"):
+    for backend in ("ref", "tinyacme"):
         code, out, err = call(
             capsys, "run", *arguments, "--backend", backend, "--prompt", "Hello there", "--temperature", "0", "--max-tokens", "12", "--ignore-eos"
         )
         assert code == 0, err
         answers[backend] = json.loads(out)["output_ids"]
-    assert answers["acme"] == answers["ref"]
-    assert len(answers["acme"]) == 12
+    assert answers["tinyacme"] == answers["ref"]
+    assert len(answers["tinyacme"]) == 12
 
 
 def test_a_row_of_the_shown_backend_does_not_depend_on_its_neighbours(tmp_path):
@@ -350,9 +350,9 @@ def test_a_row_of_the_shown_backend_does_not_depend_on_its_neighbours(tmp_path):
 
     from fastllm.api import Stream, Tensor
 
-    [source] = [body for info, body in blocks(read("CONTRIBUTING.md"), "python") if info == "acme.py"]
-    names: dict[str, object] = {"__name__": "acme"}
-    exec(compile(source, "acme.py", "exec"), names)
+    [source] = [body for info, body in blocks(read("CONTRIBUTING.md"), "python") if info == "tinyacme.py"]
+    names: dict[str, object] = {"__name__": "tinyacme"}
+    exec(compile(source, "tinyacme.py", "exec"), names)
     backend = names["AcmeBackend"]()
     rng = np.random.default_rng(5)
     x, w = rng.standard_normal((7, 48), np.float32), rng.standard_normal((9, 48), np.float32)
@@ -362,7 +362,7 @@ def test_a_row_of_the_shown_backend_does_not_depend_on_its_neighbours(tmp_path):
 
     def linear(rows: np.ndarray) -> np.ndarray:
         out = np.zeros((len(rows), 9), np.float32)
-        backend.ops()["acme.linear"](tensor(rows), tensor(w), None, out=tensor(out), stream=Stream(), ws=None)
+        backend.ops()["tinyacme.linear"](tensor(rows), tensor(w), None, out=tensor(out), stream=Stream(), ws=None)
         return out
 
     together = linear(x)

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from fastllm.server.app import ROUTES
+
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -176,9 +178,32 @@ def test_routes_methods_and_media_types(http):
     assert "embeddings" in http.post("/v1/embed", json={}).json()["error"]["message"]
     wrong = http.get(CHAT)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "OPTIONS, POST")
+    wrong = http.post("/health", json={})
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
+    wrong = http.head(CHAT)
+    assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "OPTIONS, POST", b"")
     raw = json.dumps({"messages": HI}).encode()
     assert http.post(CHAT, content=raw, headers={"content-type": "text/plain"}).status_code == 415
     assert http.post(CHAT, content=raw, headers={"content-type": "application/json", "content-encoding": "gzip"}).status_code == 415
+
+
+def test_head_is_get_without_a_body(http):
+    """On one connection: a body that came all the same would be read as the next answer."""
+    for method, path, _, _ in ROUTES:
+        if method != "GET" or path in ("/metrics", "/v1/requests"):
+            continue
+        path = path.replace("{response_id}", "resp_1").replace("{model_id:path}", "tiny")
+        whole, head = http.get(path), http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        if path not in ("/props", "/openapi.json"):
+            assert head.headers["content-length"] == str(len(whole.content)), path
+    for path in ("/", "/assets/app.js"):
+        whole, head = (http.request(m, path, headers={"accept-encoding": "identity"}) for m in ("GET", "HEAD"))
+        assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", whole.headers["etag"])
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert http.head("/v1/nothing").status_code == 404
+    assert "head" not in {m for route in http.get("/openapi.json").json()["paths"].values() for m in route}
 
 
 @pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/../v1/models", "/../etc/passwd", "/v1/models%0d%0aX: 1"])
