@@ -14,7 +14,7 @@ from ..text.stops import AnswerStops
 if TYPE_CHECKING:
     from .generation import Generation
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "Due"]
 
 
 class _Entry(NamedTuple):
@@ -22,6 +22,17 @@ class _Entry(NamedTuple):
 
     logprobs: TokenLogprobs
     raw: bytes
+    start: int
+    end: int
+
+
+class Due(NamedTuple):
+    """Log-probabilities of a token whose characters have been given out. raw: its bytes; part: those of them that are in the text; start, end:
+    characters of the answer that it begins and ends in."""
+
+    logprobs: TokenLogprobs
+    raw: bytes
+    part: slice
     start: int
     end: int
 
@@ -36,7 +47,9 @@ class Answer:
         self.prompt, self.choice, self.index = prompt, choice, index
         self._ready, self._tokenizer = generation.ready, generation.tokenizer
         stops = self._ready.params.stop or ()
-        keep = generation.kept_ids
+        self._keep = keep = generation.kept_ids
+        self.undecided: list[Due] = []  # log-probabilities of tokens that are content, or are not
+        self.spans: list[tuple[int, int]] = []  # characters that are content
         self.parser, scout = generation.make_parser(), generation.make_parser() if stops else None
         self._stops = None if scout is None else AnswerStops(scout, stops)
         self._stop_ids = {} if scout is None else {i: t for i, t in special_stops(self._tokenizer, stops).items() if i not in keep}
@@ -58,9 +71,8 @@ class Answer:
         """What has been given out."""
         return "".join(self.parts)
 
-    def feed(self, event: TokenEvent) -> tuple[str, list[tuple[TokenLogprobs, int | None]]]:
-        """Takes an event; gives the text that is certain now, and the log-probabilities of its tokens with the bytes of each that
-        are in the text (None: all)."""
+    def feed(self, event: TokenEvent) -> tuple[str, list[Due]]:
+        """Takes an event; gives the text that is certain now, and the log-probabilities of its tokens."""
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         text, token = "", event.token_id
@@ -108,25 +120,27 @@ class Answer:
 
     def _note(self, logprobs: TokenLogprobs) -> None:
         """Remembers a token's log-probabilities until its characters have been given out."""
-        raw = self._tokenizer.decode_bytes(logprobs.token_id, skip_special=self._ready.skip_special)
+        skip = self._ready.skip_special and logprobs.token_id not in self._keep
+        raw = self._tokenizer.decode_bytes(logprobs.token_id, skip_special=skip)
         broken = bool(self._utf8.getstate()[0]) and not (raw[:1] and 0x80 <= raw[0] < 0xC0)  # the U+FFFD belongs to the token before
         start = self._decoded + broken
         self._decoded += len(self._utf8.decode(raw))
         half = bool(self._utf8.getstate()[0])  # it ends inside of a character
         self._entries.append(_Entry(logprobs, raw, start, self._decoded + half))
 
-    def _due(self, text: str) -> list[tuple[TokenLogprobs, int | None]]:
+    def _due(self, text: str) -> list[Due]:
         """Log-probabilities of the tokens whose characters have all been given out; at a stop text also of the one that it cuts."""
         self._released += len(text)
-        due: list[tuple[TokenLogprobs, int | None]] = []
+        due: list[Due] = []
         whole = self.finish_reason is not None and self.stopped is None
         while self._entries and (self._entries[0].end <= self._released or whole):
             entry = self._entries.popleft()
-            due.append((entry.logprobs, None if entry.raw else 0))
+            due.append(Due(entry.logprobs, entry.raw, slice(None), entry.start, entry.end))
         if self.stopped is not None and self._entries:
             first = self._entries[0]
             if first.start < self._released:
                 kept = first.raw.decode("utf-8", "replace")[: self._released - first.start]
-                due.append((first.logprobs, min(len(kept.encode()), len(first.raw))))
+                part = slice(min(len(kept.encode()), len(first.raw)))
+                due.append(Due(first.logprobs, first.raw, part, first.start, self._released))
             self._entries.clear()
         return due

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import FastLLMError
-from ..core.request import TokenLogprobs
 from ..text.output import Delta
-from .answer import Answer
+from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import chat_entry
-from .reading import read
+from .reading import read_with_logprobs
 from .sse import DONE, Chunks, frame
 
 __all__ = ["ChatWriter"]
@@ -37,24 +36,23 @@ class ChatWriter:
         """Nothing: a chunk before the first token would be measured as one."""
         return b""
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """The role with the first token, then text."""
-        entries = [chat_entry(self._generation.tokenizer, entry, cut) for entry, cut in logprobs]
-        deltas = read(self._generation, answer, text)
+        deltas, due = read_with_logprobs(self._generation, answer, text, logprobs)
+        entries = [[chat_entry(self._generation.tokenizer, one) for one in some] for some in due]
         if not self._generation.ready.stream:
-            self._logprobs.setdefault(answer.index, []).extend(entries)
+            self._logprobs.setdefault(answer.index, []).extend(one for some in entries for one in some)
             self._message(answer.index, deltas)
             return b""
         frames = b""
         if answer.index not in self._begun:
             self._begun.add(answer.index)
-            first = {"index": answer.index, "delta": {"role": "assistant", "content": None}, "logprobs": None, "finish_reason": None}
-            frames = self._chunks.frame(first)  # without times: it has no token
-        worded = [d for delta in deltas for d in self._worded(answer.index, delta)]
-        if entries and not worded:
-            worded = [{}]
-        for number, delta in enumerate(worded):
-            frames += self._chunk(answer.index, delta, None, {"content": entries} if entries and number == 0 else None)
+            frames = self._chunk(answer.index, {"role": "assistant", "content": None})
+        if entries[0]:
+            frames += self._chunk(answer.index, {}, None, {"content": entries[0]})
+        for delta, some in zip(deltas, entries[1:], strict=True):
+            for number, worded in enumerate(self._worded(answer.index, delta)):
+                frames += self._chunk(answer.index, worded, None, {"content": some} if some and number == 0 else None)
         return frames
 
     def _worded(self, index: int, delta: Delta) -> list[dict[str, Any]]:

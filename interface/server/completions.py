@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import FastLLMError
-from ..core.request import TokenLogprobs
-from .answer import Answer
+from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import LegacyLogprobs
@@ -49,12 +48,12 @@ class CompletionWriter:
         """Nothing before the first token."""
         return b""
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Text; the first of a choice begins with the prompt, if that is echoed."""
         taken = None
         if self._wanted:
             legacy = self._legacy(answer)
-            for entry, _ in logprobs:
+            for entry, *_ in logprobs:
                 legacy.add(entry.token_id, entry)
             taken = legacy.take() if self._generation.ready.stream else None
         if not self._generation.ready.stream:

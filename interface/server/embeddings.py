@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import EngineError, FastLLMError, InvalidRequest
-from ..core.request import Request, RequestHandle, TokenEvent, TokenLogprobs
-from .answer import Answer
+from ..core.request import Request, RequestHandle, TokenEvent
+from .answer import Answer, Due
 from .answers import Identity
 from .generation import Generation, Usage
 
@@ -60,7 +60,7 @@ class _Whole:
         """Nothing."""
         return b""
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Nothing."""
         return b""
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
-from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent, TokenLogprobs
+from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent
 from ..core.sampling import effective_seed, stream_id
 from ..text import Tokenizer
 from ..text.output import OutputParser
-from .answer import Answer
+from .answer import Answer, Due
 from .answers import describe
 from .prepare import Prepared
 from .tools import OutputSpec, kept_ids, make_parser
@@ -72,7 +72,7 @@ class Writer(Protocol):
     def start(self) -> bytes:
         """Sent at admission."""
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Text of an answer that is certain now (may be "" with the first token), and the log-probabilities of its tokens."""
 
     def progress(self, told: dict[str, Any]) -> bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..core.request import TokenLogprobs
 from ..text import Tokenizer
+
+if TYPE_CHECKING:
+    from .answer import Due
 
 __all__ = ["LegacyLogprobs", "chat_entry"]
 
@@ -18,17 +21,18 @@ def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     return tokenizer.decode_bytes(token_id, skip_special=False) if token_id < tokenizer.vocab_size else b""
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float, cut: int | None = None) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     raw = _bytes(tokenizer, token_id)
-    shown = raw if token_id in tokenizer.special_ids else raw[:cut]  # a special token that is skipped has a name, and no bytes
-    return {"token": shown.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(raw[:cut])}
+    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
 
-def chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, cut: int | None = None) -> dict[str, Any]:
-    """One element of `logprobs.content`. cut: bytes of the token that are in the answer, where a stop text took the rest, or
-    where a special token is skipped."""
-    top = [_token(tokenizer, i, p) for i, p in entry.top]
-    return {**_token(tokenizer, entry.token_id, entry.logprob, cut), "top_logprobs": top}
+def chat_entry(tokenizer: Tokenizer, due: Due) -> dict[str, Any]:
+    """One element of `logprobs.content`: of the token those bytes that are in the answer."""
+    entry, raw = due.logprobs, due.raw[due.part]
+    made = {**_token(tokenizer, entry.token_id, entry.logprob), "bytes": list(raw)}
+    if entry.token_id not in tokenizer.special_ids:  # one that is skipped has a name, and no bytes
+        made["token"] = raw.decode("utf-8", "replace")
+    return {**made, "top_logprobs": [_token(tokenizer, i, p) for i, p in entry.top]}
 
 
 class LegacyLogprobs:

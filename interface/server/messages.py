@@ -8,8 +8,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from ..core.errors import FastLLMError
-from ..core.request import TokenLogprobs
-from .answer import Answer
+from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .reading import Block, Blocks, read
@@ -56,7 +55,7 @@ class MessagesWriter:
             return {"type": "tool_use", "id": call_id, "name": block.name, "input": arguments_of(text)}
         return {"type": "thinking", "thinking": text, "signature": ""} if block.kind == "reasoning" else {"type": "text", "text": text}
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Deltas; the first of a block opens it, and closes the one before."""
         frames = b""
         for block, new_text, new in self._blocks.add(read(self._generation, answer, text)):

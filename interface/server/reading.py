@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..text.output import Delta
 
 if TYPE_CHECKING:
-    from .answer import Answer
+    from .answer import Answer, Due
     from .generation import Generation
 
-__all__ = ["Block", "Blocks", "read"]
+__all__ = ["Block", "Blocks", "read", "read_with_logprobs"]
 
 
 def read(generation: Generation, answer: Answer, text: str) -> list[Delta]:
@@ -32,6 +32,46 @@ def read(generation: Generation, answer: Answer, text: str) -> list[Delta]:
         first = next((i for i, delta in enumerate(deltas) if delta.call and delta.call.complete), -1)
         deltas = [] if had_call else deltas[: first + 1]
     return deltas
+
+
+def read_with_logprobs(generation: Generation, answer: Answer, text: str, due: list[Due]) -> tuple[list[Delta], list[list[Due]]]:
+    """Takes text apart as `read`, and gives the log-probabilities of its content: of tokens whose characters are all known to be content or not,
+    those that have any in it. One list more than deltas: the first belongs to content that has left before."""
+    parser = answer.parser
+    deltas = read(generation, answer, text)
+    entries: list[list[Due]] = [[] for _ in range(len(deltas) + 1)]
+    if parser is None:
+        entries[-1] = due
+        return deltas, entries
+    spoken = [number for number, delta in enumerate(deltas, 1) for _ in delta.spans]
+    old = len(answer.spans)
+    answer.spans += [span for delta in deltas for span in delta.spans]
+    answer.undecided += due
+    decided = parser.num_decided if answer.parser is not None else None
+    while answer.undecided and (decided is None or answer.undecided[0].end <= decided):
+        token = answer.undecided.pop(0)
+        places = _places(token, answer.spans)
+        if not places:
+            if not token.raw and not parser.in_reasoning and not parser.in_call:  # a special token that is skipped
+                entries[0].append(token)
+            continue
+        last = max(places.values())
+        kept = token._replace(part=slice(min(places), max(places) + 1))
+        entries[0 if last < old else spoken[last - old]].append(kept)
+    start = answer.undecided[0].start if answer.undecided else decided or 0
+    answer.spans = [span for span in answer.spans if span[1] > start]
+    return deltas, entries
+
+
+def _places(token: Due, spans: list[tuple[int, int]]) -> dict[int, int]:
+    """Bytes of a token that are in one of the spans: byte -> which."""
+    places, character = {}, token.start - 1
+    for number, byte in enumerate(token.raw[token.part]):
+        character += number == 0 or byte & 0xC0 != 0x80
+        for which, (first, end) in enumerate(spans):
+            if first <= character < end:
+                places[number] = which
+    return places
 
 
 @dataclass

@@ -7,12 +7,11 @@ import secrets
 from typing import Any, Final
 
 from ..core.errors import FastLLMError
-from ..core.request import TokenLogprobs
-from .answer import Answer
+from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import chat_entry
-from .reading import Block, Blocks, read
+from .reading import Block, Blocks, read_with_logprobs
 from .sse import event_frame
 
 __all__ = ["ResponsesWriter"]
@@ -135,15 +134,19 @@ class ResponsesWriter:
         first = self._event("response.created", response=self._response("in_progress"))
         return first + self._event("response.in_progress", response=self._response("in_progress"))
 
-    def piece(self, answer: Answer, text: str, logprobs: list[tuple[TokenLogprobs, int | None]]) -> bytes:
+    def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Deltas; the first of an item opens it, and closes the one before. Log-probabilities are those of the message's tokens."""
-        entries = self._early + [chat_entry(self._generation.tokenizer, entry, cut) for entry, cut in logprobs]
-        self._early = []
+        deltas, due = read_with_logprobs(self._generation, answer, text, logprobs)
+        entries = [[chat_entry(self._generation.tokenizer, one) for one in some] for some in due]
+        last = self._blocks.all[-1] if self._blocks.all else None
+        if last is not None and last.kind == "text":
+            last.logprobs += entries[0]
+        elif last is None:
+            self._early += entries[0]
         frames = b""
-        for block, new_text, new in self._blocks.add(read(self._generation, answer, text)):
-            taken: list[dict[str, Any]] = []
+        for (block, new_text, new), taken in zip(self._blocks.add(deltas), entries[1:], strict=True):
             if block.kind == "text":
-                taken, entries = entries, []
+                taken, self._early = self._early + taken, []
                 block.logprobs += taken
             if not self._generation.ready.stream:
                 continue
@@ -153,11 +156,6 @@ class ResponsesWriter:
                 frames += self._grow(block, new_text, taken)
             if block.complete:
                 frames += self._close()
-        last = self._blocks.all[-1] if self._blocks.all else None
-        if last is not None and last.kind == "text":
-            last.logprobs += entries
-        elif last is None:
-            self._early = entries
         return frames
 
     def progress(self, told: dict[str, Any]) -> bytes:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import anthropic
 import openai
 import pytest
 
+from fastllm.core.request import TokenLogprobs
+from fastllm.server.answer import Due
 from fastllm.server.kinds import MESSAGES_NAMES, RESPONSES_NAMES
 from fastllm.server.messages import arguments_of
+from fastllm.server.reading import read_with_logprobs
+from fastllm.text.output import OutputParser
+from fastllm.text.output.reasoning import ReasoningFormat
 
 from .conftest import Script
 from .test_structured import CALL, SCHEMA, THINKS, fits
@@ -379,3 +385,44 @@ def test_thoughts_that_stay_in_the_content_call_nothing(thinker):
 
 def test_arguments_of_messages_that_are_no_json_are_none():
     assert [arguments_of(text) for text in ("", '{"n": 1, "k', "{n: 1}", "[1]")] == [{}, {"n": 1}, {}, {}]
+
+
+# log-probabilities --------------------------------------------------------------------------------------------------------
+
+
+def written(entries):
+    return b"".join(bytes(e["bytes"]) for e in entries).decode()
+
+
+def test_log_probabilities_are_those_of_the_content(thinker, parse):
+    """Not of markup, calls and reasoning: their bytes together are the content's."""
+    script, said = Script(thinker), f"<think>hm</think>\n\nGrüße, <b. \n{CALL}\nafter"
+    texts = ["Grüße, <b.", "after"]
+    chat = {"messages": HI, "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}], "logprobs": True, "max_tokens": 300}
+    script.say(said)
+    [choice] = thinker.client.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert (choice["message"]["content"], written(choice["logprobs"]["content"])) == ("".join(texts), "".join(texts))
+    script.say(said)
+    chunks = [c["choices"][0] for c in parse(thinker.client.post("/v1/chat/completions", json={**chat, "stream": True}).content)[:-1]]
+    assert written(e for c in chunks for e in (c["logprobs"] or {"content": []})["content"]) == "".join(texts)
+    assert not any(c["logprobs"] and "content" not in c["delta"] for c in chunks if c["delta"])
+    script.say(said)
+    more = {"tools": [FUNCTION], "top_logprobs": 1, "max_output_tokens": 300, "input": "Hi"}
+    parts = [i["content"][0] for i in thinker.client.post("/v1/responses", json=more).json()["output"] if i["type"] == "message"]
+    assert [(p["text"], written(p["logprobs"])) for p in parts] == [(t, t) for t in texts]
+    script.say("<think>hm</think>See <tool_ca")
+    [choice] = thinker.client.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert written(choice["logprobs"]["content"]) == choice["message"]["content"] == "See <tool_ca"
+    thinker.engine._runner = script._runner
+
+
+def test_of_a_token_that_is_half_a_marker_the_content_is_told():
+    entry = TokenLogprobs(0, -1.0, ())
+    parts = [Due(entry, raw, slice(None), start, end) for raw, start, end in ((b"a.<", 0, 3), (b"tool_call>", 3, 13), (b"x\xc3", 13, 15), (b"\xbc<y", 14, 17))]
+    parser = OutputParser(ReasoningFormat("t", "<tool_call>", "<y"))
+    answer = SimpleNamespace(parser=parser, undecided=[], spans=[], finish_reason=None)
+    deltas, entries = read_with_logprobs(SimpleNamespace(one_call=False), answer, "a.<tool_call>xü<y", parts)
+    assert [(d.reasoning, d.content) for d in deltas] == [("", "a."), ("xü", "")]
+    assert [[due.raw[due.part] for due in some] for some in entries] == [[], [b"a."], []]
+    deltas, entries = read_with_logprobs(SimpleNamespace(one_call=False), answer, "ü", [Due(entry, b"\xc3", slice(None), 17, 18), Due(entry, b"\xbc", slice(None), 17, 18)])
+    assert [[due.raw[due.part] for due in some] for some in entries] == [[], [b"\xc3", b"\xbc"]]

@@ -57,6 +57,7 @@ def parse(text, name=None, sizes=None, reasoning=None, **options):
     deltas += parser.feed(text[at:]) + parser.finish()
     for delta in deltas:
         assert bool(delta.reasoning) + bool(delta.content) + (delta.call is not None) == 1
+        assert "".join(text[first:end] for first, end in delta.spans) == delta.content
     calls = joined([d.call for d in deltas if d.call])
     assert parser.num_calls == len(calls)
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), [(name, json.loads(args)) for name, args, _ in calls]

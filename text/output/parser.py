@@ -13,7 +13,7 @@ answer's end cuts stays one, without its end; else a call leaves when it is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from .formats import CallFormat
@@ -28,11 +28,12 @@ MORE_IN_VAIN: Final = 16  # and so many more for each character of the answer
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece: exactly one of reasoning, content and call is set."""
+    """A piece: exactly one of reasoning, content and call is set. spans: where the content is in the answer's text: (first, end) of characters."""
 
     reasoning: str = ""
     content: str = ""
     call: CallPiece | None = None
+    spans: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
 
 class OutputParser:
@@ -62,6 +63,7 @@ class OutputParser:
         self._started = False  # content has left, or a call was read: a format without markers cannot begin any more
         self._skip_blank = False  # after a marker
         self._blank = ""  # white space after content, which is markup if a call follows
+        self._blank_spans: tuple[tuple[int, int], ...] = ()
         self.num_calls = 0
         self._fed = self._in_vain = 0  # characters of the answer, and of them those of regions that were no call, as often as they were read
         self._calls_end = False
@@ -80,6 +82,12 @@ class OutputParser:
     def num_pending(self) -> int:
         """Characters at the end of what was fed of which nothing has been said yet."""
         return len(self._text) + len(self._blank) + (0 if self._region is None else len(self._region.unread))
+
+    @property
+    def num_decided(self) -> int:
+        """Characters at the beginning of what was fed of which it is known what they are."""
+        decided = self._fed - len(self._text) - (0 if self._region is None else len(self._region.unread))
+        return min(decided, self._blank_spans[0][0]) if self._blank_spans else decided
 
     def feed(self, text: str) -> list[Delta]:
         """The next text; returns what can no longer change."""
@@ -100,7 +108,7 @@ class OutputParser:
                 out.append(Delta(reasoning=self._text))
                 self._text = ""
             else:
-                self._content(out, self._text, last=True)
+                self._content(out, self._text, self._fed - len(self._text), last=True)
                 self._text = ""
             while self._text and self._advance(out):
                 pass
@@ -135,20 +143,21 @@ class OutputParser:
     def _until(self, markers: Sequence[str], out: list[Delta]) -> bool:
         """Hands out text up to the first marker, and enters it; or all but what may be a marker's start."""
         found = min(((at, -len(m), m) for m in markers if (at := self._text.find(m)) >= 0), default=None)
+        start = self._fed - len(self._text)
         if found is None:
             keep = max((_overlap(self._text, m) for m in markers), default=0)
             ready, self._text = self._text[: len(self._text) - keep], self._text[len(self._text) - keep :]
-            self._give(ready, out)
+            self._give(ready, out, start)
             return False
         at, _, marker = found
-        self._give(self._text[:at], out)
+        self._give(self._text[:at], out, start)
         shown = marker if self._plain else ""
         if self._reasoning is not None and self._state == "reasoning":
-            self._give(shown, out)
+            self._give(shown, out, start + at)
             self._text, self._state, self._skip_blank = self._text[at + len(marker) :], "content", self._strip and not self._plain
         elif self._reasoning is not None and marker == self._reasoning.opening:
             self._text, self._state = self._text[at + len(marker) :], "reasoning"
-            self._give(shown, out)
+            self._give(shown, out, start + at)
         elif self._calls is not None and marker in self._calls.dropped:
             self._text = self._text[at + len(marker) :]
         else:
@@ -176,7 +185,7 @@ class OutputParser:
 
     def _calls_out(self, pieces: list[CallPiece], out: list[Delta]) -> None:
         for piece in pieces:
-            self._blank = ""  # it stood before a call
+            self._blank, self._blank_spans = "", ()  # it stood before a call
             self._started = True
             self._next = piece.index + 1
             self.num_calls += piece.complete
@@ -191,41 +200,42 @@ class OutputParser:
         if self._in_vain > MAX_IN_VAIN + MORE_IN_VAIN * self._fed:
             self._calls_end = True
         if final:
-            self._content(out, text)
+            self._content(out, text, self._fed - len(text))
         elif text:
             self._text = text[1:]
-            self._content(out, text[0])
+            self._content(out, text[0], self._fed - len(text))
 
-    def _give(self, text: str, out: list[Delta]) -> None:
+    def _give(self, text: str, out: list[Delta], at: int) -> None:
         if not text:
             return
         if self._state == "reasoning" and not self._plain:
             out.append(Delta(reasoning=text))
         else:
-            self._content(out, text)
+            self._content(out, text, at)
 
-    def _content(self, out: list[Delta], text: str, last: bool = False) -> None:
+    def _content(self, out: list[Delta], text: str, at: int, last: bool = False) -> None:
+        """at: where the text is in the answer."""
         if self._skip_blank:
+            end = at + len(text)
             text = text.lstrip()
             if not text:
                 return
-            self._skip_blank = False
-        if self._strip and self._calls is not None and not last:
-            body = text.rstrip()
-            if not body:
-                self._blank += text
-                return
-            text, self._blank = self._blank + body, text[len(body) :]
-        else:
-            text, self._blank = self._blank + text, ""
+            at, self._skip_blank = end - len(text), False
+        body = text.rstrip() if self._strip and self._calls is not None and not last else text
+        middle, end = at + len(body), at + len(text)
+        tail = ((middle, end),) if end > middle else ()
+        if not body:
+            self._blank, self._blank_spans = self._blank + text, self._blank_spans + tail
+            return
+        spans, self._blank_spans = (*self._blank_spans, (at, middle)), tail
+        text, self._blank = self._blank + body, text[len(body) :]
         if text.strip() and self._state == "content":
             self._started = True
-        if text:
-            out.append(Delta(content=text))
+        out.append(Delta(content=text, spans=spans))
 
     def _blank_out(self, out: list[Delta]) -> None:
-        out.append(Delta(content=self._blank))
-        self._blank = ""
+        out.append(Delta(content=self._blank, spans=self._blank_spans))
+        self._blank, self._blank_spans = "", ()
 
 
 def _overlap(text: str, marker: str) -> int:
@@ -242,7 +252,7 @@ def _merged(out: list[Delta]) -> list[Delta]:
     for delta in out:
         last = merged[-1] if merged else None
         if last is not None and last.call is None and delta.call is None and bool(last.content) == bool(delta.content):
-            merged[-1] = Delta(last.reasoning + delta.reasoning, last.content + delta.content)
+            merged[-1] = Delta(last.reasoning + delta.reasoning, last.content + delta.content, spans=last.spans + delta.spans)
         else:
             merged.append(delta)
     return merged
