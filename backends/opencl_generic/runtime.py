@@ -6,7 +6,9 @@ pyopencl is imported when a device is looked for, never before. Built kernels ar
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ DRIVERS = "install an OpenCL driver (ICD) of the device's vendor; for the CPU: a
 MEMORY_ERRORS = ("MEM_OBJECT_ALLOCATION_FAILURE", "OUT_OF_HOST_MEMORY", "INVALID_BUFFER_SIZE", "OUT_OF_RESOURCES")
 LOST_ERRORS = ("DEVICE_NOT_AVAILABLE", "INVALID_COMMAND_QUEUE", "INVALID_CONTEXT", "INVALID_DEVICE")
 LOG_LINES = 12
+TELL_S = 0.5  # of compiling, after which a line says what takes so long; kernels that are kept are there at once
+LOG = logging.getLogger("fastllm.opencl")  # without a handler, Python writes the line to stderr
 
 
 class Missing(Exception):
@@ -98,6 +102,7 @@ class ClRuntime:
         self._cl, self._who = load(), who
         self.caps = caps_of(self._cl, device)
         self._programs: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
+        self._built_s, self._told = 0.0, False
         self._enqueue = self._cl.enqueue_nd_range_kernel
         try:
             self._context = self._cl.Context([device])
@@ -175,6 +180,7 @@ class ClRuntime:
             options = [*self._options, *(f"-D{name}={value}" for name, value in key.defines)]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a compiler may talk; what matters is whether it fails
+                start = time.perf_counter()
                 try:
                     program = self._cl.Program(self._context, kernel_source(key.source)).build(options, cache_dir=_cache_dir())
                 except self._cl.Error as error:
@@ -184,6 +190,10 @@ class ClRuntime:
                         why=log[:600] or str(error)[:600], fix=f"update the driver ({self.caps.driver})",
                         source=key.source, options=options,
                     ) from None  # fmt: skip
+            self._built_s += time.perf_counter() - start
+            if self._built_s > TELL_S and not self._told:
+                self._told = True
+                LOG.warning("fastllm: %s compiles its kernels; the next start finds them compiled", self._who)
             self._programs[known] = program
         return self._programs[known]
 

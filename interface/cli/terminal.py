@@ -6,6 +6,7 @@ an answer cannot move the cursor or set a title.
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import click
 
 __all__ = ["Reporter", "escape_controls", "say", "stats_line", "write_answer"]
+
+LOG = logging.getLogger("fastllm")  # parent of what backends log
 
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(i) not in "\n\t"}
 _REORDERING = {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # text that reads unlike what it is
@@ -64,11 +67,16 @@ class Reporter:
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._printed: dict[str, int] = {}
+        self._level = LOG.level
 
     def __enter__(self) -> Reporter:
+        self._level = LOG.level
+        if self.quiet:  # lines of backends, which know no reporter
+            LOG.setLevel(logging.ERROR)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        LOG.setLevel(self._level)
         self.stop()
 
     def stop(self) -> None:

@@ -95,6 +95,17 @@ def test_a_kernel_that_does_not_build_shows_the_compilers_log(device, monkeypatc
     assert "driver" in caught.value.fix
 
 
+@pytest.mark.parametrize(("least", "lines"), [(-1.0, 1), (1e9, 0)])
+def test_compiling_that_takes_long_is_said_once(device, monkeypatch, caplog, least, lines):
+    monkeypatch.setattr(opencl, "TELL_S", least)
+    with plugin.fastllm_open_backend("opencl_generic", "0.0", {}) as backend:
+        buffer = backend.alloc(64, "scratch")
+        for width in (8, 16):  # two programs
+            x = Tensor(buffer, 0, (1, width), "f32")
+            backend.ops()["rms_norm"](x, None, out=x, stream=backend.new_stream(), ws=None, eps=1e-5)
+    assert [r.getMessage() for r in caplog.records].count("fastllm: opencl_generic compiles its kernels; the next start finds them compiled") == lines
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -355,3 +356,13 @@ def test_names_that_upstream_has_are_taken(run, tiny_model):
     ))  # fmt: skip
     assert ours["output_ids"] == theirs["output_ids"]
     assert "48" in run("run", tiny_model, "--max_context_length", 48, "--prompt", "x" * 60, "--backend", "ref").err
+
+
+def test_quiet_holds_for_what_backends_log(caplog):
+    from fastllm.cli import terminal
+
+    log = logging.getLogger("fastllm.opencl")
+    for quiet in (True, False):
+        with terminal.Reporter(quiet=quiet):
+            log.warning("quiet is %s", quiet)
+    assert caplog.messages == ["quiet is False"]
