@@ -71,8 +71,9 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
     if llm.loaded.template is None:
         raise click.UsageError("this model has no chat template: --tools has no place in its prompt")
     tools = _tools_of(path)
+    from ..server.bodies import explain
     from ..server.constraints import compile_constraint
-    from ..server.prepare import Kitchen, Prepared, chat, explain
+    from ..server.prepare import Kitchen, Prepared, chat
     from ..server.schemas import ChatBody
     from ..server.tools import OutputSpec, kept_ids, make_parser, tool_parser
 

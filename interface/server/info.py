@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InvalidRequest
 from ..text.output import detect_reasoning
-from .prepare import parse_body
+from .bodies import parse_body
 from .tools import tool_parser
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from pydantic import ValidationError
 
 from ..core.errors import FastLLMError, InvalidRequest
 from ..core.sampling import SamplingParams
+from .bodies import check_body, explain
 from .prepare import (
     Kitchen,
     Prepared,
     add_prompt,
     chat,
-    check_body,
     encode_prompt,
-    explain,
     prepare_chat,
     prepare_completion,
     render_text,

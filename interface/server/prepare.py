@@ -8,21 +8,20 @@ A route of another interface (`responses`, `messages`) turns its body into that 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
-from ..core.errors import ContextOverflow, InvalidRequest, ModelFileError, ModelNotFound, TemplateError, UnsupportedContent
+from ..core.errors import ContextOverflow, InvalidRequest, TemplateError, UnsupportedContent
 from ..core.sampling import SamplingParams
-from ..formats.json_text import parse_json
 from ..text import ChatTemplate, RenderedPrompt, Tokenizer
 from ..text.output import REASONING, detect_reasoning, starts_in_reasoning
+from .bodies import check_body
 from .constraints import wanted_constraint
-from .schemas import BODIES, REFUSED, Body, ChatBody, CompletionBody, Message, Sampling
+from .schemas import ChatBody, CompletionBody, Sampling
 from .tools import OutputSpec, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
 __all__ = [
@@ -30,9 +29,7 @@ __all__ = [
     "Prepared",
     "add_prompt",
     "chat",
-    "check_body",
     "encode_prompt",
-    "explain",
     "prepare_chat",
     "prepare_completion",
     "render_text",
@@ -41,13 +38,6 @@ __all__ = [
 
 EFFORTS: Final[dict[str, int | None]] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None}
 """reasoning_effort -> tokens of reasoning, where the model's template has no such variable."""
-
-WITH_TEMPLATE: Final = ("chat", "template", "input_tokens")
-"""Kinds of bodies that may bring a template (--allow-request-template)."""
-
-PART_KEYS: Final = frozenset(
-    "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
-)  # of content parts, in one interface or another: read, or refused
 
 
 @dataclass
@@ -103,94 +93,6 @@ class Kitchen:
     def __post_init__(self) -> None:
         pieces = (self.tokenizer.id_to_piece(i) for i in range(self.tokenizer.vocab_size))
         self.longest_token = max(len(p.encode("utf-8", "replace")) for p in pieces)
-
-
-# bodies -------------------------------------------------------------------------------------------------------------------
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises InvalidRequest."""
-    try:
-        body = parse_json(raw, "the body", "")
-    except ModelFileError as error:
-        raise InvalidRequest(error.message, fix="send one JSON object in UTF-8") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is a JSON {_kind(body)}, not an object", fix='send {"model": …}')
-    return body
-
-
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), type(value).__name__)
-
-
-def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
-    """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
-    body = parse_body(raw)
-    for name, instead in REFUSED[kind].items():
-        if body.get(name) is not None and not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
-            raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
-    modalities = body.get("modalities")
-    if modalities is not None and modalities != ["text"]:
-        raise UnsupportedContent("modalities must be [\"text\"]: this model writes text only", who="modalities", param="modalities")
-    try:
-        checked: Body = BODIES[kind].model_validate(body)
-    except ValidationError as error:
-        raise explain(error) from None
-    ready.ignored += list(dict.fromkeys(_unknown(checked, kitchen.template)))
-    if kitchen.strict and ready.ignored:
-        name = ready.ignored[0]
-        raise InvalidRequest(f"--strict: {name} has no effect on this server", who=name, fix=f"leave {name} out", param=name)
-    model = body.get("model")
-    if kitchen.strict_model and model is not None and model not in kitchen.names:
-        raise ModelNotFound(f"no model '{str(model)[:80]}' here; there is {', '.join(kitchen.names)}", param="model")
-    return checked
-
-
-def _unknown(body: BaseModel, template: ChatTemplate | None, where: str = "") -> Iterator[str]:
-    """Paths of the fields that nobody reads, at any depth (`tools[].function.x`). A key of a message may be the template's."""
-    for name, value in (body.model_extra or {}).items():
-        if value is not None and not (isinstance(body, Message) and template is not None and template.reads(name)):
-            yield where + name
-    for name, value in body:
-        path = f"{where}{name}"
-        if isinstance(value, BaseModel):
-            yield from _unknown(value, template, f"{path}.")
-        elif isinstance(value, list):
-            for item in value:
-                if isinstance(item, BaseModel):
-                    yield from _unknown(item, template, f"{path}[].")
-                elif isinstance(item, dict) and name == "content":
-                    yield from (f"{path}[].{key}" for key in item if key not in PART_KEYS and item[key] is not None)
-
-
-def explain(error: ValidationError) -> InvalidRequest:
-    """The first fault of a body, with the path of the field."""
-    faults = error.errors(include_url=False, include_context=False, include_input=True)
-    first = faults[0]
-    shared = first["loc"][0] if first["loc"] else ""
-    mine = [f for f in faults if f["loc"][:1] == (shared,)]
-    if any(f["type"] != first["type"] for f in mine):  # a union: each of its forms complains; the one that is of the right type knows best
-        mine = [f for f in mine if not f["type"].endswith("_type")] or mine
-        first = mine[0]
-        longest = max(mine, key=lambda f: len([p for p in f["loc"] if isinstance(p, int)]))
-        first = longest if any(isinstance(p, int) for p in longest["loc"]) else first
-    path = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not any(c in part for c in "[(-") and part not in ("str", "int", "list"):
-            path += f".{part}" if path else part
-    if first["type"] == "missing":
-        return InvalidRequest(f"{path} is missing", who=path, fix=f"send {path}", param=path)
-    said = first["msg"][:1].lower() + first["msg"][1:]
-    value = first["input"]
-    shown = f" is {value!r:.60}" if isinstance(value, (int, float, str)) else f" is {_article(_kind(value))}"
-    return InvalidRequest(f"{path}{shown}: {said}", who=path, param=path)
-
-
-def _article(kind: str) -> str:
-    return f"an {kind}" if kind[0] in "aeiou" else kind if kind == "null" else f"a {kind}"
 
 
 def sampling_params(kitchen: Kitchen, body: Sampling, ready: Prepared, **more: Any) -> SamplingParams:

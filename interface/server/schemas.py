@@ -1,6 +1,6 @@
 """The request bodies that clients may send, field by field: checked by pydantic, and published as they are in /openapi.json.
 
-A field that is here works. `REFUSED` names those that clients know from elsewhere and that would change the answer: they are a 400.
+A field that is here works. `bodies.REFUSED` names those that clients know from elsewhere and that would change the answer: they are a 400.
 Every other key is ignored, and listed in the header `x-fastllm-ignored` (with --strict: a 400). Used by `prepare`.
 """
 
@@ -14,7 +14,6 @@ __all__ = [
     "BODIES",
     "MAX_PROMPTS",
     "MAX_TEXTS",
-    "REFUSED",
     "AllowedChoice",
     "AnthropicTool",
     "Body",
@@ -385,33 +384,3 @@ BODIES: Final[dict[str, type[Body]]] = {
     "rerank": RerankBody,
 }
 """Kind of a body -> its model."""
-
-_COMMON_REFUSED: Final = {
-    "chat_template": "the template is the model's, unless the server runs with --allow-request-template",
-}
-_CHAT_REFUSED: Final = (
-    _COMMON_REFUSED
-    | {
-        "audio": "",
-        "web_search_options": "",
-        "functions": "send tools",
-        "function_call": "send tool_choice",
-    }
-)
-_CHAT_TEMPLATE: Final = {"chat_template": "the template is the model's; chats may bring one to a server with --allow-request-template"}
-_STATELESS: Final = "this server stores nothing: send the whole conversation as input"
-REFUSED: Final[dict[str, dict[str, str]]] = {
-    "chat": _CHAT_REFUSED,
-    "template": _CHAT_REFUSED,
-    "input_tokens": _CHAT_REFUSED,
-    "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt"},
-    "responses": _CHAT_TEMPLATE | {"previous_response_id": _STATELESS, "conversation": _STATELESS, "background": "", "prompt": "", "max_tool_calls": ""},
-    "messages": _CHAT_TEMPLATE | {"container": "", "mcp_servers": "", "output_format": "send output_config.format"},
-    "count": _CHAT_TEMPLATE,
-    "cancel": {},
-    "embeddings": {},
-    "rerank": {},
-    "tokenize": _CHAT_TEMPLATE,
-    "detokenize": {},
-}
-"""Kind -> {field that is refused unless it is null: what to do instead}."""
