@@ -47,7 +47,8 @@ class ChatWriter:
         frames = b""
         if answer.index not in self._begun:
             self._begun.add(answer.index)
-            frames = self._chunk(answer.index, {"role": "assistant", "content": None})
+            first = {"index": answer.index, "delta": {"role": "assistant", "content": None}, "logprobs": None, "finish_reason": None}
+            frames = self._chunks.frame(first)  # without times: it has no token
         if entries[0]:
             frames += self._chunk(answer.index, {}, None, {"content": entries[0]})
         for delta, some in zip(deltas, entries[1:], strict=True):

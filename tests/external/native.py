@@ -71,8 +71,8 @@ class NativeWriter:
 
     def piece(self, answer: Answer, text: str, logprobs: list[Any]) -> bytes:
         """A chunk of a stream, with the ids of its tokens."""
-        ids = [entry.token_id for entry, _ in logprobs]
-        found = [self._entry(entry) for entry, _ in logprobs]
+        ids = [entry.token_id for entry, *_ in logprobs]
+        found = [self._entry(entry) for entry, *_ in logprobs]
         self._ask.tokens.setdefault(answer.index, []).extend(ids)
         self._ask.entries.setdefault(answer.index, []).extend(found)
         if not self._generation.ready.stream or not ids:
