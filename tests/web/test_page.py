@@ -143,7 +143,7 @@ def test_a_conversation_is_copied_up_to_an_answer(tab, fake):
 def test_settings_are_sent_kept_and_checked(tab, fake):
     tab.page.keyboard.press("Control+,")
     temperature = tab.page.locator("#set-temperature")
-    assert temperature.get_attribute("placeholder") == "0.7"  # the server's
+    tab.page.locator('#set-temperature[placeholder="0.7"]').wait_for()  # the server's, as soon as it has told them
     tab.page.get_by_label("System prompt").fill("Be brief.")
     temperature.fill("0.2")
     tab.page.locator("#set-seed").fill("7")
