@@ -18,7 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
 import httpx2
+import openai
 import pytest
 
 from fastllm.loading import LoadedModel, LoadOptions, load_model
@@ -143,6 +145,20 @@ def server(start) -> Iterator[Server]:
     running = start()
     yield running
     running.close()
+
+
+@pytest.fixture
+def claude(server):
+    """Anthropic's client, which validates what it reads."""
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server):
+    """OpenAI's client, which validates what it reads."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+        yield client
 
 
 @pytest.fixture

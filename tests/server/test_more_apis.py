@@ -11,18 +11,6 @@ import pytest
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def claude(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
 # Messages -----------------------------------------------------------------------------------------------------------------
 
 

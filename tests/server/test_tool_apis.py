@@ -28,18 +28,6 @@ TOOL = {"name": "weather", "description": "Now.", "input_schema": SCHEMA}
 TWO = f"Let me see.\n{CALL}\n{CALL}"
 
 
-@pytest.fixture
-def claude(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def thinker(start, model_folder, tmp_path_factory):
     """A server whose template knows tools and may open reasoning."""
