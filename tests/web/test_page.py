@@ -69,6 +69,25 @@ def test_code_is_copied_and_a_link_is_followed_only_after_a_question(open_tab, f
     assert not [url for url in tab.asked if not url.startswith(fake.url)]
 
 
+def test_a_dialog_that_opens_as_another_closes_stays_open(tab, fake):
+    """Browsers tell that a dialog has closed only some time after it."""
+    fake.answers = [["[one](https://example.org/1) [two](https://example.org/2)"]]
+    tab.ask("Links?")
+    tab.answered("two").locator("a").first.click()
+    tab.page.locator(".address", has_text="/1").wait_for()
+    tab.page.evaluate("(document.querySelector('dialog').close(), document.querySelectorAll('.markdown a')[1].click())")
+    tab.page.locator(".address", has_text="/2").wait_for()
+    tab.page.evaluate("new Promise((done) => setTimeout(done, 100))")
+    assert tab.page.evaluate("document.querySelector('dialog:modal .address').textContent") == "https://example.org/2"
+    tab.page.keyboard.press("Escape")
+    tab.count("dialog", 0)
+    tab.button("Settings of this conversation").click()  # in an element of its own
+    tab.page.get_by_role("dialog", name="Settings of this conversation").wait_for()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Close").click()
+    tab.count("dialog", 0)
+    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Settings of this conversation"
+
+
 def test_copying_works_where_the_browser_has_no_clipboard_for_the_page(open_tab, fake):
     """As on pages that come from another machine without TLS."""
     fake.answers = [["[link](https://example.org/)"]]

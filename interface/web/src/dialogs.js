@@ -13,15 +13,31 @@ import { copy, html, IconButton } from "./ui.js";
 
 export const close = () => update({ dialog: null });
 
-// Native dialogs keep the focus inside, close with Escape, and give the focus back.
+// Native dialogs keep the focus inside, close with Escape, and give the focus back. They tell that they have closed only some time after it: by
+// then the next one may have been opened, perhaps in the same element.
 class Dialog extends Component {
   componentDidMount() {
-    this.node.showModal();
+    this.show();
+  }
+
+  componentDidUpdate() {
+    this.show();
+  }
+
+  componentWillUnmount() {
+    this.node.close();
+  }
+
+  show() {
+    if (state.dialog === this.shown) return;
+    this.shown = state.dialog;
+    if (!this.node.open) this.node.showModal();
   }
 
   render({ title, children, class: more = "" }) {
     const outside = (event) => event.target === event.currentTarget && close();
-    return html`<dialog ref=${(node) => (this.node = node)} class=${more} aria-label=${title} onClose=${close} onMouseDown=${outside}>
+    const closed = (event) => !event.target.open && state.dialog === this.shown && close();
+    return html`<dialog ref=${(node) => (this.node = node)} class=${more} aria-label=${title} onClose=${closed} onMouseDown=${outside}>
       <div class="dialog">
         <header><h2>${title}</h2><${IconButton} icon="close" label=${t("close")} onClick=${close} /></header>
         ${children}

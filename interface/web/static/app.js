@@ -240,7 +240,7 @@ Please report this to https://github.com/markedjs/marked.`,e){let r="<p>An error
       <button type="button" onClick=${o}>${v("reset")}</button>
       <button type="button" onClick=${s}>${v("asDefault")}</button>
     </div>
-  </div>`}var ct=()=>Q({dialog:null}),Pt=class extends pt{componentDidMount(){this.node.showModal()}render({title:t,children:n,class:r=""}){return L`<dialog ref=${s=>this.node=s} class=${r} aria-label=${t} onClose=${ct} onMouseDown=${s=>s.target===s.currentTarget&&ct()}>
+  </div>`}var ct=()=>Q({dialog:null}),Pt=class extends pt{componentDidMount(){this.show()}componentDidUpdate(){this.show()}componentWillUnmount(){this.node.close()}show(){R.dialog!==this.shown&&(this.shown=R.dialog,this.node.open||this.node.showModal())}render({title:t,children:n,class:r=""}){return L`<dialog ref=${a=>this.node=a} class=${r} aria-label=${t} onClose=${a=>!a.target.open&&R.dialog===this.shown&&ct()} onMouseDown=${a=>a.target===a.currentTarget&&ct()}>
       <div class="dialog">
         <header><h2>${t}</h2><${Ne} icon="close" label=${v("close")} onClick=${ct} /></header>
         ${n}
