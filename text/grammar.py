@@ -25,7 +25,7 @@ import numpy as np
 from fastllm.core.errors import EngineError, InvalidRequest
 
 from .json_schema import check_schema, refused
-from .lazy import After, Budget, CallGrammar, Held, Lazy
+from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
 from .tokenizer import Tokenizer
 
 __all__ = ["Grammar", "GrammarCompiler", "Matcher"]
@@ -130,7 +130,11 @@ class Grammar:
 
 
 class _Wrapped:
-    """Our tokenizer as the library asks for it."""
+    """Our tokenizer as the library asks for it: ids that spell exactly the bytes of a grammar.
+
+    A tokenizer that normalises its input (NFC, NFKC, lower case, …) reads another text than the grammar's: then, and for bytes that end inside of a
+    character, the longest tokens are taken one after the other. Bytes that no token begins with end the list: the library goes on from there.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -138,9 +142,27 @@ class _Wrapped:
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.decode_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
+        special = set(self.special_token_ids)
+        self._by_bytes = {raw: i for i, raw in reversed(list(enumerate(self.tokens))) if raw and i not in special}  # the lowest id of equal ones
+        self._longest = max(map(len, self._by_bytes), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode_continued(text.decode("utf-8", "replace"))  # of a grammar's forced bytes: not one blank more
+        try:
+            ids = self._tokenizer.encode_continued(text.decode())  # of a grammar's forced bytes: not one blank more
+        except (UnicodeDecodeError, InvalidRequest):
+            return self._greedy(text)
+        return ids if b"".join(self.tokens[i] for i in ids) == text else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        ids, at = list[int](), 0
+        while at < len(text):
+            lengths = range(min(self._longest, len(text) - at), 0, -1)
+            found = next((n for n in lengths if text[at : at + n] in self._by_bytes), 0)
+            if not found:
+                break
+            ids.append(self._by_bytes[text[at : at + found]])
+            at += found
+        return ids
 
 
 class GrammarCompiler:
@@ -153,10 +175,11 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         if not tokenizer.end_ids:
             raise InvalidRequest("this model's tokenizer has no token that ends an answer, so no grammar can end one")
-        self._tokenizer, self._words = tokenizer, (vocab_size + 31) // 32
+        self._tokenizer, self._vocab_size, self._words = tokenizer, vocab_size, (vocab_size + 31) // 32
         self._library: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._kept_bytes = 0
+        self._banned: dict[tuple[bytes, ...], BannedTexts] = {}
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "fastllm-mask")  # its thread is started by the first mask, and ends with this object
 
@@ -210,6 +233,16 @@ class GrammarCompiler:
         markers = (reasoning[0].encode(), reasoning[1].encode())
         closing = self._tokenizer.encode(reasoning[1], add_special=False, parse_special=True)
         return lambda: Budget(inner and inner(), limit, markers, closing, in_reasoning, self._bytes_of, self._words)
+
+    def banned(self, inner: Callable[[], Held] | None, texts: Sequence[str]) -> Callable[[], Banned]:
+        """Free text without these texts, in whatever tokens they are written. inner: what else holds the answer."""
+        key = tuple(text.encode() for text in texts)
+        with self._lock:
+            if key not in self._banned:  # a model has one or two sets of markers
+                tokens = [self._bytes_of(i) for i in range(self._tokenizer.vocab_size)]
+                self._banned[key] = BannedTexts(key, tokens, self._vocab_size)
+            made = self._banned[key]
+        return lambda: Banned(made, inner and inner(), self._bytes_of)
 
     def calls(
         self,
@@ -296,4 +329,5 @@ class GrammarCompiler:
 
 
 def _first_lines(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines()[:4])[:400]
+    said = text.replace("NoExtensionBias", "no text of it can be written: it is endless, or has characters that this model has no tokens for")
+    return " ".join(line.strip() for line in said.splitlines()[:4])[:400]

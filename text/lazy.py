@@ -1,5 +1,5 @@
-"""Constraints that begin in the middle of an answer: behind a text (`After`), where it opens a tool call (`Lazy`), or where it has reasoned
-for long enough (`Budget`).
+"""Constraints that begin in the middle of an answer: behind a text (`After`), where it opens a tool call (`Lazy`), where it has reasoned for
+long enough (`Budget`), or where it is about to write what it may not (`Banned`).
 
 They are `fastllm.core.request.TokenConstraint`s, used by the engine's thread alone. Outside of their grammar they give no mask, and cost a look at
 the last bytes. Made by `GrammarCompiler`.
@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .grammar import Matcher
 
-__all__ = ["After", "Budget", "CallGrammar", "Held", "Lazy"]
+__all__ = ["After", "Banned", "BannedTexts", "Budget", "CallGrammar", "Held", "Lazy"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,64 @@ class Budget:
             if self._closing in self._tail:
                 self._state = "over"
             self._tail = self._tail[-len(self._closing) :]
+
+
+class BannedTexts:
+    """Texts that an answer may not write, for one vocabulary: which tokens would complete one, whatever tokens its beginning is made of.
+
+    tokens: bytes of each token; vocab_size: rows of the logits. `keep[rest]`: u32 [words], without the tokens that begin with this rest of a text; `whole`: without those that have a
+    text in them, None: there are none.
+    """
+
+    def __init__(self, texts: Sequence[bytes], tokens: Sequence[bytes], vocab_size: int):
+        self.texts = tuple(texts)
+        self.longest = max(map(len, texts), default=1)
+        by_first: dict[int, list[int]] = {}
+        for token, raw in enumerate(tokens):
+            if raw:
+                by_first.setdefault(raw[0], []).append(token)
+        rests = {text[at:] for text in texts for at in range(1, len(text))}
+        self.keep = {rest: _without([t for t in by_first.get(rest[0], ()) if tokens[t].startswith(rest)], vocab_size) for rest in rests}
+        inside = [t for t, raw in enumerate(tokens) if any(text in raw for text in texts)]
+        self.whole = _without(inside, vocab_size) if inside else None
+
+
+def _without(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    kept = np.zeros((vocab_size + 31) // 32 * 32, bool)
+    kept[:vocab_size] = True
+    kept[list(tokens)] = False
+    return np.packbits(kept, bitorder="little").view(np.uint32)
+
+
+class Banned:
+    """Free text that never has one of some texts in it; where `inner` holds the answer, such a text is none of markup, and may be."""
+
+    def __init__(self, texts: BannedTexts, inner: Held | None, bytes_of: Callable[[int], bytes]):
+        self._texts, self._inner, self._bytes_of = texts, inner, bytes_of
+        self._tail = b""
+
+    @property
+    def held(self) -> bool:
+        """As of `Held`."""
+        return self._inner is not None and self._inner.held
+
+    def mask(self) -> np.ndarray | None:
+        """As `Matcher.mask`; None: everything may be said."""
+        inner = None if self._inner is None else self._inner.mask()
+        if inner is not None:
+            return inner
+        mask = self._texts.whole
+        for text in self._texts.texts:
+            for size in range(1, min(len(text) - 1, len(self._tail)) + 1):
+                if self._tail.endswith(text[:size]):
+                    keep = self._texts.keep[text[size:]]
+                    mask = keep if mask is None else mask & keep
+        return mask
+
+    def accept(self, token_id: int) -> bool:
+        """As `Matcher.accept`."""
+        self._tail = (self._tail + self._bytes_of(token_id))[-self._texts.longest :]
+        return self._inner is not None and self._inner.accept(token_id)
 
 
 class Lazy:

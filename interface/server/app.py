@@ -85,10 +85,10 @@ WRITERS: Final[dict[str, tuple[str, Callable[[Identity, Generation], Writer]]]] 
 async def read_body(request: Request, limit: int, pause_s: float) -> bytes:
     """The whole body. Raises UnsupportedMedia, BodyTooLarge, RequestTimeout; never reads on after that."""
     visit: Visit = request.scope["visit"]
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    kinds = [value.partition(";")[0].strip().lower() for value in request.headers.getlist("content-type")]
+    codings = {value.strip().lower() for value in request.headers.getlist("content-encoding")}
     visit.close = True  # until the body has been read: what is left of it must not be taken for the next request
-    if kind != "application/json" or coding != "identity":
+    if kinds != ["application/json"] or not codings <= {"identity"}:
         raise UnsupportedMedia("the body must be application/json, not compressed", fix="send the header Content-Type: application/json")
     too_large = BodyTooLarge(f"the body is larger than {limit} bytes", fix="send less, or start the server with a larger --max-body")
     length = request.headers.get("content-length", "")

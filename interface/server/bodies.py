@@ -52,7 +52,9 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
     "tokenize": _CHAT_TEMPLATE,
     "detokenize": {},
 }
-"""Kind -> {field that is refused unless it is null: what to do instead}."""
+"""Kind -> {field that is refused, unless its value asks for nothing: what to do instead}."""
+
+NEUTRAL: Final = (None, False, [], "")
 
 
 
@@ -76,7 +78,7 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
     body = parse_body(raw)
     for name, instead in REFUSED[kind].items():
-        if body.get(name) is not None and not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
+        if body.get(name) not in NEUTRAL and not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
             raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
     modalities = body.get("modalities")
     if modalities is not None and modalities != ["text"]:

@@ -86,7 +86,7 @@ class Compilation:
     async def __call__(self, ready: Prepared) -> Callable[[], TokenConstraint] | None:
         """What holds the answers of a request; None: nothing. Tool calls that need not be held and cannot be are free, with a warning. Raises
         InvalidRequest, Unavailable."""
-        if ready.constraint is None and ready.thinking.get("budget") is None:
+        if ready.constraint is None and ready.thinking.get("budget") is None and not ready.banned:
             return None
         if self._waiting >= MAX_WAITING:
             raise Unavailable("too many grammars are being compiled", fix="try again later", retry_after_s=1)
@@ -114,6 +114,8 @@ def compile_constraint(compiler: GrammarCompiler, ready: Prepared) -> Callable[[
             ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
             if ready.output is not None:
                 ready.output["held"] = False
+    if ready.banned:
+        made = compiler.banned(made, ready.banned)
     if thinking.get("budget") is not None:
         markers = (thinking["opening"], thinking["closing"])
         made = compiler.budget(made, thinking["budget"], markers, thinking["inside"])

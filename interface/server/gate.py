@@ -20,6 +20,7 @@ from ..core.errors import (
     AuthenticationError,
     EngineError,
     FastLLMError,
+    InvalidRequest,
     MethodNotAllowed,
     NotFound,
     PermissionDenied,
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
-__all__ = ["MAX_CONNECTIONS", "PUBLIC", "Gate", "Visit", "send_error", "send_json"]
+__all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "send_error", "send_json"]
 
 PUBLIC: Final = frozenset({"/live", "/health", "/ready"}) | PAGE
 MAX_CONNECTIONS: Final = 1024
+MAX_HEADER: Final = 16 << 10  # bytes of a request's target and headers
 ALIASES: Final = {"/response": "/v1/responses"}  # without /v1 -> the route
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
@@ -182,6 +184,7 @@ class Gate:
 
     def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> bytes | None:
         """Raises what keeps the request out; returns the hash of its key, if one was asked for."""
+        self._check_head(scope)
         if self._settings.local and not self._keys:
             self._check_host(scope)
         self._check_origin(scope)
@@ -197,6 +200,27 @@ class Gate:
             allow = ", ".join(sorted({*methods, "OPTIONS"}))
             raise MethodNotAllowed(f"{scope['method'][:20]} is not for this route", fix=f"use {allow}", allow=allow)
         return key
+
+    def _check_head(self, scope: Scope) -> None:
+        """What comes in one piece is parsed whatever its size; here it is measured."""
+        size = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b"")) + sum(len(k) + len(v) + 4 for k, v in scope["headers"])
+        said = f"the headers are larger than {MAX_HEADER} bytes" if size > MAX_HEADER else ""
+        if scope.get("http_version", "1.1") not in ("1.0", "1.1"):
+            said = "this server speaks HTTP/1.0 and HTTP/1.1"
+        if said:
+            scope["visit"].close = True
+            raise InvalidRequest(said)
+
+    def broken(self) -> tuple[dict[str, str], bytes]:
+        """Headers and body of the answer to what is no HTTP. It has no route, and is logged and counted as any request."""
+        visit = Visit(f"req_{secrets.token_hex(12)}", "-", "-")
+        error = InvalidRequest("the request is not HTTP/1.1 that can be read", fix="send a well-formed request")
+        visit.status, visit.code = error.http_status, error.code
+        self._runtime.metrics.answered(visit)
+        self._runtime.log.access(visit)
+        body = encode(error_body(error, visit.request_id)).encode()
+        head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-content-type-options": "nosniff"}
+        return {**head, **error_headers(error), "x-request-id": visit.request_id, "request-id": visit.request_id}, body
 
     def _hint(self, path: str) -> str:
         if path.rstrip("/").endswith("/embed"):
@@ -271,11 +295,9 @@ def urlsplit_netloc(origin: str) -> str:
 
 
 def _hostname(value: str) -> str:
-    """Of a Host header, without port and brackets."""
-    value = value.strip().lower()
-    if value.startswith("["):
-        return value[1:].partition("]")[0]
-    return value.rsplit(":", 1)[0] if value.count(":") == 1 else value
+    """Of a Host header, without port and brackets; "" if it is none."""
+    found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?", value.strip().lower())
+    return "" if found is None else found[1] or found[2] or ""
 
 
 def _is_local(host: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..text import ChatTemplate, RenderedPrompt, Tokenizer
 from ..text.output import REASONING, detect_reasoning, starts_in_reasoning
 from .bodies import check_body
 from .constraints import wanted_constraint
-from .schemas import ChatBody, CompletionBody, Sampling
+from .schemas import MAX_PROMPTS, ChatBody, CompletionBody, Sampling
 from .tools import OutputSpec, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
 __all__ = [
@@ -46,7 +46,7 @@ class Prepared:
 
     prompts: token ids, i32 [n] each. params: of every prompt. per_token, progress: chunks tell times, and how far the prompt is. echo: texts that precede the answers, one a prompt. ignored: fields
     that have no effect here. warnings: what is done otherwise than asked. constraint: what each answer must look like
-    (`constraints.wanted_constraint`, `tools.calls_constraint`). thinking: the model's markers of reasoning, whether the prompt ends inside, the
+    (`constraints.wanted_constraint`, `tools.calls_constraint`). banned: texts that no answer may have in it. thinking: the model's markers of reasoning, whether the prompt ends inside, the
     budget, and whether the constraint begins behind it. output: how its text is read (`tools.OutputSpec` as plain data). detail: what only one
     interface needs.
     """
@@ -64,6 +64,7 @@ class Prepared:
     ignored: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     constraint: dict[str, Any] | None = None
+    banned: list[str] = field(default_factory=list)
     thinking: dict[str, Any] = field(default_factory=dict)
     output: dict[str, Any] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +106,7 @@ def sampling_params(kitchen: Kitchen, body: Sampling, ready: Prepared, **more: A
     if body.logit_bias is not None:
         bias = {}
         for key, value in body.logit_bias.items():
-            if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < kitchen.vocab_size):
+            if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < kitchen.vocab_size and key == str(int(key))):
                 limit = kitchen.vocab_size - 1
                 raise InvalidRequest(
                     f"logit_bias has the key {key!r:.60}; keys are token ids from 0 to {limit}", who="logit_bias", param="logit_bias"
@@ -223,10 +224,7 @@ def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, r
                 ready.warnings.append(f"tool calls are not held to their schemas: {why}")
             elif spec is not None:
                 spec.held, spec.calls = True, use.format
-    for marker in use.banned:
-        token = kitchen.tokenizer.piece_to_id(marker)
-        if token is not None:
-            ready.params = replace(ready.params, logit_bias={**(ready.params.logit_bias or {}), token: -100.0})
+    ready.banned = list(use.banned)
     if spec is not None and (spec.calls or spec.reasoning):
         spec.form = ready.constraint is not None and ready.constraint["kind"] != "calls"
         ready.output = spec.as_dict()
@@ -298,7 +296,10 @@ def _set_effort(template: ChatTemplate, effort: str, kwargs: dict[str, Any]) -> 
         kwargs.setdefault("reasoning_effort", effort)
         return
     param = "reasoning_effort"
-    if detect_reasoning("\0".join(template.literals)) is None:
+    reasons = detect_reasoning("\0".join(template.literals)) is not None
+    if not reasons and effort == "none":
+        return
+    if not reasons:
         raise InvalidRequest(f"{param} has no effect on this model", who=param, fix="leave it out", param=param)
     if effort not in EFFORTS:
         raise InvalidRequest(f"{param} is {effort!r:.60}", who=param, fix=f"one of {', '.join(EFFORTS)}", param=param)
@@ -364,6 +365,9 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
     )
     prompt = body.prompt
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    if len(prompts) * n > MAX_PROMPTS:
+        said = f"{len(prompts)} prompts with n {n} are {len(prompts) * n} answers; one request has at most {MAX_PROMPTS}"
+        raise InvalidRequest(said, who="n" if n > 1 else "prompt", fix="send fewer prompts, or lower n", param="n" if n > 1 else "prompt")
     echo = []
     for one in prompts:
         ids = encode_prompt(kitchen, one)

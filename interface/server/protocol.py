@@ -1,21 +1,35 @@
-"""uvicorn's HTTP/1.1 protocol, with what it leaves out: a time limit for headers, and a way to cut a client that does not read."""
+"""uvicorn's HTTP/1.1 protocol, with what it leaves out: a time limit for headers, a way to cut a client that does not read, and an answer of ours, in
+our log, to what is no HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .sse import Receive, Scope, Send
 
-__all__ = ["HEADER_S", "Protocol"]
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["HEADER_S", "Protocol", "protocol_for"]
 
 HEADER_S: Final = 30.0  # from the first byte of a connection or of a further request to the end of its headers
 
 
 class Protocol(H11Protocol):
-    """Routes find the connection as scope["transport"]: `abort()` drops it with what is unsent."""
+    """Routes find the connection as scope["transport"]: `abort()` drops it with what is unsent. broken: headers and body of the answer to what
+    is no HTTP (`Gate.broken`)."""
+
+    broken: ClassVar[Callable[[], tuple[dict[str, str], bytes]]]
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self.logger = logging.Logger("fastllm.http", logging.ERROR)  # its warnings have no id, and are not JSON where the log is
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
@@ -44,6 +58,19 @@ class Protocol(H11Protocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def _should_upgrade(self) -> bool:
+        """Never: a request to speak another protocol is answered in this one."""
+        return False
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. If an answer has begun, there is no place for another."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers, body = self.broken()
+            head = h11.Response(status_code=400, headers=[(k.encode(), v.encode()) for k, v in headers.items()], reason=b"Bad Request")
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def _between(self) -> bool:
         """No request is known: its headers are still to come."""
         cycle: Any = self.cycle
@@ -62,3 +89,15 @@ class Protocol(H11Protocol):
         self._timer = None
         if self._between():
             self.transport.abort()
+
+
+def protocol_for(runtime: Runtime) -> type[Protocol]:
+    """The protocol of one server's connections."""
+
+    class Ours(Protocol):
+        @staticmethod
+        def broken() -> tuple[dict[str, str], bytes]:
+            assert runtime.gate is not None
+            return runtime.gate.broken()
+
+    return Ours

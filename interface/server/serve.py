@@ -19,7 +19,8 @@ import uvicorn
 
 from ..core.errors import UsageError
 from .app import make_app
-from .protocol import Protocol
+from .gate import MAX_HEADER
+from .protocol import protocol_for
 from .runtime import Runtime
 from .settings import ServerSettings
 
@@ -32,7 +33,6 @@ __all__ = ["is_loopback", "open_sockets", "serve", "shown_address"]
 
 BACKLOG: Final = 2048
 SEND_BUFFER: Final = 256 << 10  # of a connection, in the kernel: what a client that does not read may hold besides our own buffer
-MAX_HEADER: Final = 16 << 10
 
 
 def is_loopback(host: str, port: int) -> bool:
@@ -137,9 +137,10 @@ async def serve(
     loop = asyncio.get_running_loop()
     runtime = Runtime(settings, defaults=defaults)
     gate = runtime.gate = make_app(runtime)
+    protocol = protocol_for(runtime)
     config = uvicorn.Config(
         gate,
-        http=Protocol if tls is None else tls.shake(Protocol),  # type: ignore[arg-type]
+        http=protocol if tls is None else tls.shake(protocol),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",

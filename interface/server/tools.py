@@ -16,6 +16,7 @@ from ..core.errors import InvalidRequest
 from ..text.json_schema import check_schema, refused
 from ..text.output import FORMATS, REASONING, OutputParser, detect_format, detect_reasoning, starts_in_reasoning
 from ..text.output.call_grammars import Lexicon, Unheld, lazy, required
+from ..text.output.region import loads
 from .schemas import AllowedChoice, ChatBody, NamedChoice
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _conversation_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             raise InvalidRequest(f"{where}.function.arguments is not JSON", who=where, fix="send the text of an object", param=where) from None
     if not isinstance(arguments, dict):

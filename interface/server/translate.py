@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import FastLLMError, InvalidRequest, UnsupportedContent
+from ..text.output.region import loads
 from .schemas import AnthropicTool, CountBody, MessagesBody, ResponsesBody
 
 __all__ = ["messages_words", "raw_tools", "renamed", "renamed_text", "responses_words"]
@@ -227,7 +228,7 @@ def _arguments(item: Mapping[str, Any], where: str) -> str:
     """What a call was given: the text of a JSON object, which may be empty."""
     given, param = item.get("arguments"), f"{where}.arguments"
     try:
-        if isinstance(given, str) and (not given.strip() or isinstance(json.loads(given), dict)):
+        if isinstance(given, str) and (not given.strip() or isinstance(loads(given), dict)):
             return given
     except (ValueError, RecursionError):
         pass

@@ -69,7 +69,7 @@ def refused(http, path, body, status=400):
         ("guided_regex", "a("),
         ("guided_choice", []),
         ("grammar", "start: missing"),
-        ("functions", []),
+        ("functions", [{}]),
         ("audio", {}),
         ("chat_template", "x"),
         ("guided_json", {"$ref": "https://example.com/schema"}),

@@ -235,3 +235,23 @@ def test_threads_may_share_a_compiler(tokenizer, compiler):
     for thread in threads:
         thread.join()
     assert results == [True] * 80
+
+
+NORMALIZERS = ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"]
+
+
+@pytest.mark.parametrize("kind", NORMALIZERS)
+@pytest.mark.parametrize("text", ["\ufb01n", "\uff21b", "\u2460", "\u00e9x", "e\u0301x", "A\u0308b", "\u1e9b\u0323", "x" * 80 + "\ufb03"])
+def test_a_tokenizer_that_normalises_changes_no_text_of_a_grammar(kind, text):
+    library = byte_tokenizer()
+    library.normalizer = getattr(hf.normalizers, kind)()
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    tokenizer = Tokenizer.from_tokenizer_json(library.to_str().encode(), settings)
+    compiler = GrammarCompiler(tokenizer, VOCAB)
+    assert walk(tokenizer, compiler.choice([text]), 0) == (text, True)
+    assert walk(tokenizer, compiler.regex(re.escape(text)), 0) == (text, True)
+    said, complete = walk(tokenizer, compiler.json_schema({"type": "object", "properties": {text: {"const": text}}, "required": [text], "additionalProperties": False}), 0, 2000)
+    assert complete
+    assert json.loads(said) == {text: text}
+    matcher = compiler.choice([text, text + "!"])()
+    assert tokenizer.decode(matcher.forced(), skip_special=False) == text

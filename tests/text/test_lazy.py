@@ -93,3 +93,48 @@ def test_a_marker_in_prose_opens_no_call_and_a_call_after_it_does(model, name):
             masked += held.mask() is not None
             held.accept(token)
         assert masked > 40
+
+
+def pieces(tokenizer):
+    """A text as tokens of at most three characters, cut anywhere: as no tokenizer would, but a model may."""
+    by_text = {tokenizer.decode_bytes(i, skip_special=False).decode("utf-8", "replace"): i for i in range(tokenizer.vocab_size)}
+
+    def cut(rng, text):
+        ids = []
+        while text:
+            size = next(n for n in rng.permutation([1, 2, 3]) if text[:n] in by_text or n == 1)
+            ids.append(by_text[text[:size]])
+            text = text[size:]
+        return ids
+
+    return cut
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_banned_text_cannot_be_written_in_any_tokens(seed):
+    """Before each token, exactly those are banned that would complete a text: told by looking for it in what would stand there then."""
+    tokenizer, _ = make(("ool", "_ca", "l>", "<t", "|a", "l>x", "a|>", ">b<", "<tool_call>", "x<<"))
+    rng = np.random.default_rng(seed)
+    texts = ["<tool_call>", "<|a|>b", "<<"]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + 9)
+    said, held = b"", compiler.banned(None, texts)()
+    spelt = [tokenizer.decode_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
+    for token in pieces(tokenizer)(rng, "a <tool_<tool_call <|a|<tool_call>x<|a|>b<"[: int(rng.integers(8, 42))]):
+        mask = held.mask()
+        allowed = np.ones(tokenizer.vocab_size + 9, bool) if mask is None else np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
+        wanted = [not any(text.encode() in said[-20:] + raw and text.encode() not in said[-20:] for text in texts) for raw in spelt] + [True] * 9
+        wanted += [False] * (len(allowed) - len(wanted))
+        assert [i for i, (a, b) in enumerate(zip(allowed, wanted, strict=True)) if bool(a) != b] == []
+        if not allowed[token]:
+            break
+        said += spelt[token]
+        assert not held.accept(token)
+    assert not any(text.encode() in said for text in texts)
+
+
+def test_what_a_form_writes_is_not_banned(model):
+    tokenizer, _, compiler = model
+    made = compiler.banned(compiler.choice(["<tool_call>"]), ["<tool_call>"])()
+    assert made.held
+    text = said(tokenizer, made, "<tool_call>")
+    assert text == "<tool_call>"
