@@ -54,7 +54,7 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
 }
 """Kind -> {field that is refused, unless its value asks for nothing: what to do instead}."""
 
-NEUTRAL: Final = (None, False, [], "")
+NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "")
 
 
 

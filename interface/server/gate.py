@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
-__all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "send_error", "send_json"]
+__all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "broken", "send_error", "send_json"]
 
 PUBLIC: Final = frozenset({"/live", "/health", "/ready"}) | PAGE
 MAX_CONNECTIONS: Final = 1024
@@ -211,17 +211,6 @@ class Gate:
             scope["visit"].close = True
             raise InvalidRequest(said)
 
-    def broken(self) -> tuple[dict[str, str], bytes]:
-        """Headers and body of the answer to what is no HTTP. It has no route, and is logged and counted as any request."""
-        visit = Visit(f"req_{secrets.token_hex(12)}", "-", "-")
-        error = InvalidRequest("the request is not HTTP/1.1 that can be read", fix="send a well-formed request")
-        visit.status, visit.code = error.http_status, error.code
-        self._runtime.metrics.answered(visit)
-        self._runtime.log.access(visit)
-        body = encode(error_body(error, visit.request_id)).encode()
-        head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-content-type-options": "nosniff"}
-        return {**head, **error_headers(error), "x-request-id": visit.request_id, "request-id": visit.request_id}, body
-
     def _hint(self, path: str) -> str:
         if path.rstrip("/").endswith("/embed"):
             return "there is no such route: embeddings are at /v1/embeddings"
@@ -283,6 +272,18 @@ class Gate:
             }
         await send({"type": "http.response.start", "status": 204, "headers": [(k.encode(), v.encode()) for k, v in headers.items()]})
         await send({"type": "http.response.body", "body": b""})
+
+
+def broken(runtime: Runtime) -> tuple[dict[str, str], bytes]:
+    """Headers and body of the answer to what is no HTTP. It has no route, and is logged and counted as any request."""
+    visit = Visit(f"req_{secrets.token_hex(12)}", "-", "-")
+    error = InvalidRequest("the request is not HTTP/1.1 that can be read", fix="send a well-formed request")
+    visit.status, visit.code = error.http_status, error.code
+    runtime.metrics.answered(visit)
+    runtime.log.access(visit)
+    body = encode(error_body(error, visit.request_id)).encode()
+    head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-content-type-options": "nosniff"}
+    return {**head, **error_headers(error), "x-request-id": visit.request_id, "request-id": visit.request_id}, body
 
 
 def urlsplit_netloc(origin: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .gate import broken
 from .sse import Receive, Scope, Send
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ HEADER_S: Final = 30.0  # from the first byte of a connection or of a further re
 
 
 class Protocol(H11Protocol):
-    """Routes find the connection as scope["transport"]: `abort()` drops it with what is unsent. broken: headers and body of the answer to what
-    is no HTTP (`Gate.broken`)."""
+    """Routes find the connection as scope["transport"]: `abort()` drops it with what is unsent. runtime: of the server."""
 
-    broken: ClassVar[Callable[[], tuple[dict[str, str], bytes]]]
+    runtime: ClassVar[Runtime]
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
@@ -65,7 +64,7 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP. If an answer has begun, there is no place for another."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers, body = self.broken()
+            headers, body = broken(self.runtime)
             head = h11.Response(status_code=400, headers=[(k.encode(), v.encode()) for k, v in headers.items()], reason=b"Bad Request")
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -93,11 +92,4 @@ class Protocol(H11Protocol):
 
 def protocol_for(runtime: Runtime) -> type[Protocol]:
     """The protocol of one server's connections."""
-
-    class Ours(Protocol):
-        @staticmethod
-        def broken() -> tuple[dict[str, str], bytes]:
-            assert runtime.gate is not None
-            return runtime.gate.broken()
-
-    return Ours
+    return type("Protocol", (Protocol,), {"runtime": runtime})
