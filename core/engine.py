@@ -90,6 +90,8 @@ class Engine:
         self._progress_at = time.monotonic()
         self._close_error: Exception | None = None
         self.on_step: Callable[[int, float], None] | None = None  # told tokens and seconds of each step, in the engine's thread; must not raise
+        self.on_handed_out: Callable[[float | None], None] | None = None  # see `_announce`; in the engine's thread; must not raise
+        self._step_s = 0.0  # of the last step
         self._held = False  # the next four: of the step that runs. Is some row of it held to a grammar?
         self._decodes = 0
         self._states: list[SamplerState] = []
@@ -240,11 +242,18 @@ class Engine:
         scheduler = self._scheduler
         idle = not self._jobs or (scheduler.parked and not scheduler.running and not scheduler.waiting)
         if idle and not self._inbox:
+            self._announce(None)
             with self._wake:
                 while not self._inbox and not self._closing:
                     self._wake.wait()
             self._progress_at = time.monotonic()
         return not self._closing
+
+    def _announce(self, next_s: float | None) -> None:
+        """Whoever collects events is told once for all of a step, when the thread is about to compute or to sleep, without Python's lock: sooner, it
+        would take the lock away. next_s: about so many seconds until it is told again; None: that is not known."""
+        if self.on_handed_out is not None:
+            self.on_handed_out(next_s)
 
     def _take_inbox(self) -> None:
         with self._wake:
@@ -294,6 +303,7 @@ class Engine:
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
+            self._announce(None if step.fresh else self._step_s)
             result = self._runner.run(batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(batch.sample_rows):
@@ -306,9 +316,10 @@ class Engine:
         num_tokens = len(batch.ids)
         self._computed += num_tokens
         self._progress_at = time.monotonic()
-        self._pace.observe(self._decodes, num_tokens - self._decodes, self._progress_at - now)
+        self._step_s = self._progress_at - now
+        self._pace.observe(self._decodes, num_tokens - self._decodes, self._step_s)
         if self.on_step is not None:
-            self.on_step(num_tokens, self._progress_at - now)
+            self.on_step(num_tokens, self._step_s)
         if self._inbox:
             self._take_inbox()
         self._scheduler.advance(step)
@@ -499,6 +510,7 @@ class Engine:
                     self._end_job(job, Cancelled(f"request '{name}' was cancelled: the engine was closed"))
             except BaseException as error:  # a scheduler that a defect left in disorder, no memory for a message: the others go on
                 job.handle.finish(_typed(error, f"request '{name}': the engine ended"), job.handle.timings)
+        self._announce(None)
         try:
             self._runner.close()
         except Exception as error:

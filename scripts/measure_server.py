@@ -3,7 +3,7 @@ while a long prompt is read, and how soon /health answers meanwhile and while a 
 
     python scripts/measure_server.py [MODEL] [--threads N] [--rounds N] [--input N] [--output N] [--only throughput|latency]
 
-Each pair is measured in the same run, one after the other, `rounds` times; the best and the worst are printed. docs/server.md has the figures.
+Each pair is measured in the same run, in turns, `rounds` times; the median, the least and the most are printed. docs/server.md has the figures.
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from typing import Any
 
+import psutil
+
+from fastllm import LLM, SamplingParams
 from fastllm.cli.bench_serve import percentile, run_load
+from fastllm.core.request import Request
 
 CLIENTS = 8
+WAVES = 2  # requests of each client
 
 
-def engine_alone(model: str, threads: int, rounds: int, size_in: int, size_out: int) -> list[float]:
-    """Tokens per second of 8 × 2 requests, 8 at a time, without text and without HTTP."""
-    from fastllm import LLM, SamplingParams
-    from fastllm.core.request import Request
+def decode_rate(answers: Iterable[tuple[int, float]]) -> float:
+    """Tokens per second of answers that were written side by side: of each its tokens after the first, over the seconds since the first."""
+    return sum((tokens - 1) / seconds for tokens, seconds in answers if tokens > 1) / WAVES
 
-    rates = []
-    with LLM(model, threads=threads, max_batch_size=CLIENTS) as llm:
-        size, params = llm.tokenizer.vocab_size, SamplingParams(max_tokens=size_out, temperature=0, ignore_eos=True)
-        for number in range(rounds + 1):
-            rng = random.Random(number)
-            prompts = [[rng.randrange(32, size) for _ in range(size_in)] for _ in range(2 * CLIENTS)]
-            start = time.perf_counter()
-            handles = [llm.loaded.engine.submit(Request(prompt, params)) for prompt in prompts]
-            tokens = sum(len(h.result().choices[0].token_ids) for h in handles)
-            if number:  # the first warms up
-                rates.append(tokens / (time.perf_counter() - start))
-    return rates
+
+def alone_once(llm: LLM, number: int, size_in: int, size_out: int) -> tuple[float, float]:
+    """8 × 2 requests, 8 at a time, without text and without HTTP: tokens per second in all, and while answers are written."""
+    rng, params = random.Random(number), SamplingParams(max_tokens=size_out, temperature=0, ignore_eos=True)
+    prompts = [[rng.randrange(32, llm.tokenizer.vocab_size) for _ in range(size_in)] for _ in range(WAVES * CLIENTS)]
+    start = time.perf_counter()
+    handles = [llm.loaded.engine.submit(Request(prompt, params)) for prompt in prompts]
+    tokens = sum(len(h.result().choices[0].token_ids) for h in handles)
+    seconds = time.perf_counter() - start
+    return tokens / seconds, decode_rate((h.timings.decode_tokens, h.timings.decode_s) for h in handles)
 
 
 class Server:
@@ -63,6 +67,10 @@ class Server:
         """CPU time of the thread with the event loop: HTTP, text and streaming."""
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/schedstat") as file:
             return int(file.read().split()[0]) / 1e9
+
+    def prepare_cpu_s(self) -> float:
+        """CPU time of the processes that read bodies."""
+        return sum(sum(child.cpu_times()[:2]) for child in psutil.Process(self.process.pid).children())
 
     def post(self, body: bytes) -> int:
         """The status of a completion."""
@@ -115,26 +123,40 @@ def main() -> None:
 
 def throughput(asked: argparse.Namespace) -> None:
     """The server at eight clients beside the engine alone, in turns."""
-    alone = engine_alone(asked.model, asked.threads, asked.rounds, asked.input, asked.output)
+    size = {"input_tokens": asked.input, "output_tokens": asked.output}
+    rows: list[list[float]] = []  # of a round: tokens/s alone, of the server, the same of decoding, CPU of the loop and of preparation in µs a token, in parts of the machine
     server = Server(asked.model, asked.threads)
-    served, shares, per_token = [], [], []
     try:
-        for number in range(asked.rounds + 1):
-            before = server.loop_cpu_s()
-            load = run_load(
-                server.url, requests=2 * CLIENTS, clients=CLIENTS, input_tokens=asked.input, output_tokens=asked.output, seed=number
-            )
-            samples, seconds = asyncio.run(load)
-            if number:
-                tokens, used = sum(s.tokens for s in samples), server.loop_cpu_s() - before
-                served.append(tokens / seconds)
-                shares.append(used / seconds / len(os.sched_getaffinity(0)))
-                per_token.append(used / tokens * 1e6)
+        with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
+            for number in range(asked.rounds + 1):
+                alone, alone_decode = alone_once(llm, number, asked.input, asked.output)
+                before = server.loop_cpu_s(), server.prepare_cpu_s()
+                samples, seconds = asyncio.run(run_load(server.url, requests=WAVES * CLIENTS, clients=CLIENTS, seed=number, **size))
+                loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
+                tokens = sum(s.tokens for s in samples)
+                decode = decode_rate((s.tokens, s.total_s - s.ttft_s) for s in samples)
+                if number:  # the first warms up
+                    shares = [loop_s / tokens * 1e6, prepare_s / tokens * 1e6, loop_s / seconds / len(os.sched_getaffinity(0))]
+                    rows.append([alone, tokens / seconds, alone_decode, decode, *shares])
     finally:
         server.end()
-    print(f"engine alone, batch {CLIENTS}, {asked.input} + {asked.output} tokens: {min(alone):.1f} to {max(alone):.1f} tokens/s")
-    print(f"server, {CLIENTS} clients:     {min(served):.1f} to {max(served):.1f} tokens/s, {max(served) / max(alone):.1%} of it")
-    print(f"CPU of HTTP, text and streaming: {min(shares):.2%} to {max(shares):.2%} of the cores, {max(per_token):.1f} µs a token")
+    whole, served, decode_alone, decode, loop_us, prepare_us, share = (list(column) for column in zip(*rows, strict=True))
+    print(f"{asked.model}, {CLIENTS} at a time, prompts of {asked.input}, answers of {asked.output} tokens; {asked.rounds} pairs in turns")
+    print(f"while answers are written: engine alone {spread(decode_alone)} tokens/s, server {spread(decode)}, {ratio(decode, decode_alone)}")
+    print(f"with prompts and connections: engine alone {spread(whole)} tokens/s, server {spread(served)}, {ratio(served, whole)}")
+    print(f"CPU of HTTP, text and streaming: {spread(loop_us)} µs a token, {spread([s * 100 for s in share], 2)} % of the cores")
+    print(f"CPU of the processes that read requests: {spread(prepare_us)} µs a token")
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """The median, and from where to where."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Of each pair."""
+    return f"{spread([a / b * 100 for a, b in zip(ours, theirs, strict=True)], 1)} % of it"
 
 
 def latency(asked: argparse.Namespace) -> None:

@@ -1,32 +1,50 @@
 """From the engine's thread to the event loop: events are queued, and the loop is woken once for all that came meanwhile.
 
-A step of eight sequences gives eight events in a row; waking the loop for each would cost more than writing them out.
+A step of eight sequences gives eight events in a row. Waking the loop for each would cost more than writing them out, and the two threads would
+fight for Python's lock: the engine wakes the loop when it is about to compute the next step, without the lock, and does not wait for it. Most of what
+a wake-up costs is fetching the server's own code and data, which the step has driven out of the processor's caches: so a small model, whose steps take
+a few milliseconds, does not wake the loop for each. First and last tokens do not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 __all__ = ["Bridge"]
 
 
+EVERY_S: Final = 0.010  # steps that are quicker bring their tokens together: that often, text leaves
+
+
 class Bridge:
-    """One for a server. `put` may be called from any thread; receivers are called on the loop, in order."""
+    """One for a server. `put` and `wake` may be called from any thread; receivers are called on the loop, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
         self._queue: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._woken = False
+        self._woken = self._urgent = False
+        self._woken_at = 0.0
 
-    def put(self, receiver: Callable[..., None], *args: Any) -> None:
-        """Calls receiver(*args) on the loop, soon. Raises RuntimeError if the loop is closed."""
+    def put(self, receiver: Callable[..., None], *args: Any, urgent: bool = True) -> None:
+        """Queues receiver(*args) for the loop, which is told by `wake`; urgent: by the next one."""
         self._queue.append((receiver, args))
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._flush)
+        self._urgent |= urgent
+
+    def wake(self, next_s: float | None = None) -> None:
+        """What is queued is called on the loop, soon. next_s: so long will it take until the next call; None: nobody knows. Where that is soon
+        enough and nothing is urgent, the loop sleeps until then. A loop that is closed has nobody who waits."""
+        if self._queue and not self._woken:
+            now = time.monotonic()
+            if next_s is not None and not self._urgent and now - self._woken_at + next_s < EVERY_S:
+                return
+            self._woken, self._urgent, self._woken_at = True, False, now
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
         self._woken = False  # before the queue is read: whoever comes now wakes the loop again

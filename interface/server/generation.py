@@ -202,14 +202,20 @@ class Generation:
     def _on_event(self, number: int) -> Callable[[RequestHandle, TokenEvent | None], None]:
         """For the engine's thread."""
         put, take = self._runtime.bridge.put, self._take
+        begun: set[int] = set()
 
         def on_event(handle: RequestHandle, event: TokenEvent | None) -> None:
-            put(take, number, handle, event)
+            if event is not None and event.finish_reason is None and event.index in begun:
+                put(take, number, handle, event, time.monotonic(), urgent=False)
+            else:
+                if event is not None:
+                    begun.add(event.index)
+                put(take, number, handle, event, time.monotonic())
 
         return on_event
 
-    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None) -> None:
-        """On the loop: one event of a prompt, or its end."""
+    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None, at: float) -> None:
+        """On the loop: one event of a prompt, or its end. at: when it happened."""
         if self.done.is_set():
             return
         try:
@@ -218,16 +224,15 @@ class Generation:
             else:
                 answer = self.answers[number * self.n + event.index]
                 if answer.finish_reason is None:
-                    self._feed(answer, handle, event)
+                    self._feed(answer, handle, event, at)
         except Exception as error:  # a defect here must not reach the other requests of the same wake-up
             self.fail(EngineError(f"request '{self.request_id}': {describe(error)}"))
 
-    def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent) -> None:
+    def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent, at: float) -> None:
         if event.token_id is not None:
-            now = time.monotonic()
             if answer.last_token_at is not None:
-                self._runtime.metrics.itl(now - answer.last_token_at)
-            answer.last_token_at = now
+                self._runtime.metrics.itl(at - answer.last_token_at)
+            answer.last_token_at = at
         first = answer.num_tokens == 0
         if answer.parser is not None and event.token_id is not None:
             answer.reasoning_tokens += answer.parser.in_reasoning

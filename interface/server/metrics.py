@@ -1,16 +1,19 @@
 """/metrics: Prometheus text, under our names, and under vLLM's where `--metrics-aliases vllm` asks for them.
 
-Counters of the engine are read when somebody asks; histograms are filled as requests end. A registry of its own for each server, so
+Counters of the engine are read when somebody asks; histograms are filled as tokens come and requests end. A registry of its own for each server, so
 that two in one process do not mix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from ..core.cgroup import throttled_periods
 
@@ -64,6 +67,29 @@ HISTOGRAMS: Final = (
 )
 
 
+class Tally:
+    """A histogram that costs one look-up a value: there is one for every token and every step, between two steps that leave nothing of Python
+    in the processor's caches. Each is filled by one thread.
+
+    bounds: the upper bounds of its buckets, ascending; the last bucket has none.
+    """
+
+    def __init__(self, bounds: Sequence[float]):
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
+        """As it is now."""
+        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        family = HistogramMetricFamily(name, text, labels=list(labels))
+        family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        return family
+
+
 class Metrics:
     """aliases: also under vLLM's names, with the labels `model_name` and `engine`."""
 
@@ -72,13 +98,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": runtime.settings.name, "engine": "0"} if aliases else {}
         self._prompt_tokens = 0
-        self._histograms: dict[str, list[Any]] = {}
-        for ours, theirs, text, buckets in HISTOGRAMS:
-            made: list[Any] = [Histogram(f"fastllm_{ours}", text, buckets=buckets, registry=self._registry)]
-            if aliases and theirs:
-                alias = Histogram(f"vllm:{theirs}", text, tuple(self._labels), buckets=buckets, registry=self._registry)
-                made.append(alias.labels(**self._labels))
-            self._histograms[ours] = made
+        self._tallies = {ours: Tally(buckets) for ours, _, _, buckets in HISTOGRAMS}
+        self.itl = self._tallies["itl_seconds"].add  # seconds between two tokens of a request
         self._finished = Counter("fastllm_requests_finished", LABELLED["requests_finished"][1], ["reason"], registry=self._registry)
         self._success = None
         if aliases:
@@ -92,24 +113,16 @@ class Metrics:
         build.labels(version=fingerprint().removeprefix("b-fastllm-")).set(1)
         self._registry.register(self)
 
-    def _observe(self, name: str, value: float) -> None:
-        for histogram in self._histograms[name]:
-            histogram.observe(value)
-
     # what happens -----------------------------------------------------------------------------------------------------
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step has run. In the engine's thread."""
-        self._observe("step_tokens", tokens)
-        self._observe("step_seconds", seconds)
+        self._tallies["step_tokens"].add(tokens)
+        self._tallies["step_seconds"].add(seconds)
 
     def masks(self, seconds: float) -> None:
         """A step had to wait for masks. In the engine's thread."""
-        self._observe("grammar_mask_seconds", seconds)
-
-    def itl(self, seconds: float) -> None:
-        """Between two tokens of a request."""
-        self._observe("itl_seconds", seconds)
+        self._tallies["grammar_mask_seconds"].add(seconds)
 
     def ended(self, generation: Generation) -> None:
         """A request that generated has ended."""
@@ -128,7 +141,7 @@ class Metrics:
             ("request_prompt_tokens", usage.prompt_tokens),
             ("request_generated_tokens", usage.completion_tokens),
         ):
-            self._observe(name, value)
+            self._tallies[name].add(value)
         for answer in generation.answers:
             reason = answer.finish_reason or "error"
             self._finished.labels(reason=reason).inc()
@@ -149,6 +162,10 @@ class Metrics:
         unsent = sum(outbox.unsent for _, outbox in self._runtime.active if outbox is not None)
         yield _ours(GaugeMetricFamily, "stream_unsent_bytes", unsent)
         yield _ours(CounterMetricFamily, "throttled_periods", throttled_periods())
+        for ours, theirs, text, _ in HISTOGRAMS:
+            yield self._tallies[ours].family(f"fastllm_{ours}", text, {})
+            if self._aliases and theirs:
+                yield self._tallies[ours].family(f"vllm:{theirs}", text, self._labels)
         model = self._runtime.loaded
         if model is None:
             return

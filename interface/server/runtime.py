@@ -81,7 +81,8 @@ class Runtime:
         self.pool = PreparerPool(kitchen, settings.preparers)
         await self.pool.start()
         self.defaults = self._flags.merged_with(loaded.defaults)
-        loaded.engine.on_step, loaded.engine.on_masks = self.metrics.step, self.metrics.masks
+        engine = loaded.engine
+        engine.on_step, engine.on_masks, engine.on_handed_out = self.metrics.step, self.metrics.masks, self.bridge.wake
         self.loaded = loaded
         self._ticker = asyncio.create_task(self._tick())
 

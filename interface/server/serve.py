@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -196,6 +197,9 @@ async def serve(
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         loaded = await loading
         await runtime.attach(loaded)
+        if signals:  # the process is the server's: what has been loaded stays, and is not to be looked through for garbage again and again
+            gc.collect()
+            gc.freeze()
         ready(runtime)
         await serving
         return runtime.exit_code

@@ -465,3 +465,21 @@ def test_the_pace_is_told_of_decodes_only_where_the_prompt_is_done(prompt, steps
         engine._pace.observe = lambda decodes, tokens, seconds: told.append((decodes, tokens))
         engine.submit(ask(prompt, max_tokens=3)).result(30)
     assert told == steps
+
+
+def test_whoever_collects_events_is_told_once_a_step_and_before_the_thread_sleeps():
+    told, events, runner = [], [], FakeRunner()
+    gate = Gate(runner)
+    with Engine(runner) as engine:
+        engine.on_handed_out = lambda next_s: told.append((len(events), next_s))
+        handles = [engine.submit(ask([1 + i, 2], max_tokens=5), lambda _, event: events.append(event)) for i in range(2)]
+        gate.open()
+        for handle in handles:
+            handle.result(60)
+    counts = [count for count, _ in told]
+    assert counts == sorted(counts)
+    assert told[-1] == (12, None), "5 tokens and the end of each; what comes next is not known"
+    assert len(set(counts)) <= 1 + runner.steps, "not once for each event"
+    known = [next_s for _, next_s in told if next_s is not None]
+    assert known, "steps of the same sequences take as long as the last"
+    assert all(0 < next_s < 60 for next_s in known)

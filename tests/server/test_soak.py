@@ -61,11 +61,11 @@ def test_a_planted_lost_wake_up_is_named(loaded, monkeypatch):
     bridge, count = loaded.runtime.bridge, 0
     put = bridge.put
 
-    def sometimes(receiver, *args):
+    def sometimes(receiver, *args, **urgency):
         nonlocal count
         count += 1
-        if count % 50 or args[-1] is not None:  # the end of a request is lost
-            put(receiver, *args)
+        if count % 50 or args[2] is not None:  # (number, handle, event, time): the end of a request is lost
+            put(receiver, *args, **urgency)
 
     monkeypatch.setattr(bridge, "put", sometimes)
     monkeypatch.setattr(soak_server, "ANSWER_S", 1)

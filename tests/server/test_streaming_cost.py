@@ -1,0 +1,128 @@
+"""What makes a streamed token cheap must not be seen: wake-ups that are put off, frames from a template, histograms of our own."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from fastllm.server import bridge as bridges
+from fastllm.server.bridge import EVERY_S, Bridge
+from fastllm.server.metrics import SECONDS, Tally
+from fastllm.server.sse import SLOT, Chunks, frame
+
+
+class Loop:
+    """Counts wake-ups; `turn` is what the loop does then."""
+
+    def __init__(self):
+        self.woken, self.closed, self._calls = 0, False, []
+
+    def call_soon_threadsafe(self, call):
+        if self.closed:
+            raise RuntimeError("Event loop is closed")
+        self.woken += 1
+        self._calls.append(call)
+
+    def turn(self):
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(bridges.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_loop_is_woken_once_for_all_events_of_a_step_and_in_their_order():
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+    for number in range(8):
+        bridge.put(got.append, number)
+    assert loop.woken == 0, "the engine has not said that it computes"
+    bridge.wake()
+    bridge.wake()
+    assert loop.woken == 1
+    loop.turn()
+    assert got == list(range(8))
+    bridge.wake()
+    assert loop.woken == 1, "nothing is queued"
+
+
+def test_tokens_of_quick_steps_leave_together_and_never_wait_longer_than_said(clock):
+    loop, got, waits = Loop(), [], []
+    bridge, step_s = Bridge(loop), EVERY_S * 0.4
+    for _ in range(30):
+        bridge.put(lambda put_at: got.append(clock[0] - put_at), clock[0], urgent=False)
+        bridge.wake(step_s)
+        loop.turn()
+        clock[0] += step_s
+    waits += got
+    assert loop.woken == 15
+    assert max(waits) < EVERY_S
+
+
+def test_slow_steps_first_tokens_and_what_nothing_follows_wake_at_once(clock):
+    loop = Loop()
+    bridge = Bridge(loop)
+    bridge.put(lambda: None)
+    bridge.wake(0.001)
+    loop.turn()
+    for urgent, next_s in ((False, EVERY_S), (True, 0.001), (False, None)):
+        before = loop.woken
+        bridge.put(lambda: None, urgent=False)
+        bridge.put(lambda: None, urgent=urgent)
+        bridge.put(lambda: None, urgent=False)
+        bridge.wake(next_s)
+        loop.turn()
+        assert loop.woken == before + 1, (urgent, next_s)
+
+
+def test_a_closed_loop_is_no_matter_of_the_engine():
+    loop = Loop()
+    bridge, loop.closed = Bridge(loop), True
+    bridge.put(lambda: None)
+    bridge.wake()
+
+
+@pytest.mark.parametrize("extra", [{}, {"usage": None}])
+def test_a_frame_from_a_template_is_the_frame(extra):
+    head = {"id": "x", "object": "chunk", "choices-": "0"}
+    choice = {"index": 3, "delta": {"content": SLOT}, "logprobs": None, "finish_reason": None}
+    made = Chunks(head, extra).around(choice)
+    texts = ["", "a", ' "\\/', "\n\r\t\x00\x1f\x7f", "é€😀\u2028", '"choices":[0]', SLOT, "%s{}"]
+    for text in texts:
+        filled = {**choice, "delta": {"content": text}}
+        assert made(text) == frame({**head, "choices": [filled], **extra}), text
+
+
+@pytest.mark.parametrize("labels", [{}, {"model_name": "a\"b", "engine": "0"}])
+def test_a_tally_reads_as_the_librarys_histogram(labels):
+    rng, tally, ours, theirs = random.Random(1), Tally(SECONDS), CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("x_seconds", "Text.", tuple(labels), buckets=SECONDS, registry=theirs)
+    histogram = histogram.labels(**labels) if labels else histogram
+    for value in [*SECONDS, 0.0, *(math.exp(rng.uniform(-9, 8)) for _ in range(500))]:
+        tally.add(value)
+        histogram.observe(value)
+
+    class Source:
+        def collect(self):
+            yield tally.family("x_seconds", "Text.", labels)
+
+    ours.register(Source())
+
+    def lines(registry):
+        return sorted(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line and "_sum" not in line)
+
+    assert lines(ours) == lines(theirs)
+    [mine] = list(Source().collect())
+    assert next(s.value for s in mine.samples if s.name == "x_seconds_sum") == pytest.approx(sum_of(theirs))
+
+
+def sum_of(registry):
+    return next(s.value for m in registry.collect() for s in m.samples if s.name == "x_seconds_sum")
