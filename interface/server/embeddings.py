@@ -36,7 +36,7 @@ class Vectors(Generation):
         """One text, pooled as the server was told."""
         return Request(prompt, self.params, request_id=self.request_id, salt=self.ready.salt, pooling=self._runtime.settings.embedding)
 
-    def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent) -> None:
+    def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent, at: float) -> None:
         if event.embedding is None:
             raise EngineError("the engine gave no vector")
         answer.finish_reason = event.finish_reason
