@@ -58,6 +58,7 @@ class EmbeddingRunner:
         self._executor, self.vocab_size = executor, vocab_size
         self.block_size, self.num_blocks, self.max_blocks = executor.block_size, executor.num_blocks, executor.max_blocks
         self.max_tokens, self.max_sequences, self.max_rows = executor.max_tokens, executor.max_sequences, executor.max_rows
+        self.num_snapshots = executor.num_snapshots
 
     def run(self, batch: StepBatch) -> EmbeddingStep:
         """Computes the batch's hidden states; nothing is sampled."""
@@ -66,6 +67,14 @@ class EmbeddingRunner:
     def copy_block(self, src: int, dst: int) -> None:
         """As the executor."""
         self._executor.copy_block(src, dst)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """As the executor."""
+        self._executor.keep_state(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """As the executor."""
+        self._executor.restore_state(snapshot, slot)
 
     def close(self) -> None:
         """Returns all memory."""

@@ -48,7 +48,7 @@ class Engine:
 
     policy: `fcfs` or `shortest-remaining`. max_queue: requests that may wait. max_context: tokens of the longest sequence, at most
     what runner and cache hold (the default). prefix_cache: find prompts again. stateful: the model keeps recurrent state outside the blocks, so
-    prompts are neither found again nor shared by the choices of a request. A context manager.
+    a prompt is found again, also by the other choices of its request, as far as the runner has room for snapshots of that state. A context manager.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         self.max_queue, self.stateful, self._runner = max_queue, stateful, runner
         self.embeds = isinstance(runner, EmbeddingRunner)
         self._vocab_size = runner.vocab_size  # `submit` must be able to refuse after the runner is closed
-        self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache and not stateful)
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=prefix_cache, num_snapshots=runner.num_snapshots if stateful else None)
         limits = {"max_tokens": runner.max_tokens, "max_sequences": runner.max_sequences, "max_rows": runner.max_rows}
         self._scheduler = Scheduler(self._blocks, max_blocks=runner.max_blocks, policy=policy, **limits)
         self._pace = Pace()
@@ -272,11 +272,7 @@ class Engine:
     def _admit(self, job: Job) -> None:
         self._jobs[job.handle] = job
         first, *others = [choice.sequence for choice in job.choices]
-        if self.stateful:
-            for sequence in others:
-                self._scheduler.add(sequence)
-        else:
-            first.siblings = others
+        first.siblings = others
         self._scheduler.add(first)
 
     def _cancel(self, job: Job, index: int | None) -> None:
@@ -303,6 +299,8 @@ class Engine:
         try:
             for source, target in step.copies:
                 self._runner.copy_block(source, target)
+            for snapshot, sequence in step.restores:
+                self._runner.restore_state(snapshot, sequence.slot)
             self._announce(None if step.fresh else self._step_s)
             result = self._runner.run(batch)
             ids = [] if result.ids is None else result.ids.tolist()
@@ -311,7 +309,6 @@ class Engine:
         except Exception as error:
             self._step_failed(step, error)
             return
-        self._failures = 0
         self._steps += 1
         num_tokens = len(batch.ids)
         self._computed += num_tokens
@@ -322,7 +319,9 @@ class Engine:
             self.on_step(num_tokens, self._step_s)
         if self._inbox:
             self._take_inbox()
-        self._scheduler.advance(step)
+        if not self._keep_states(step, self._scheduler.advance(step)):
+            return
+        self._failures = 0
         for part in step.slices:
             choice = part.sequence.owner
             if choice.index == 0 and choice.num_generated == 0 and choice.job.handle.request.on_progress is not None:
@@ -333,6 +332,19 @@ class Engine:
                 self._deliver(choice, part, ids, result)
             except Exception as error:  # not finite, or too little memory for log-probabilities: this request's matter
                 self._fail_job(choice.job, error)
+
+    def _keep_states(self, step: ScheduledStep, kept: list[tuple[int, int]]) -> bool:
+        """Copies states to their snapshots. False where that failed, and the step's requests with it: what is kept must be what it is found as."""
+        try:
+            for slot, snapshot in kept:
+                self._runner.keep_state(slot, snapshot)
+        except Exception as error:
+            for part in step.slices:
+                if part.sequence.blocks is not None:
+                    self._blocks.forget(part.sequence.blocks)
+            self._step_failed(step, error)
+            return False
+        return True
 
     def _begin(self, step: ScheduledStep, now: float) -> None:
         """What the steps that follow this one with the same sequences have in common."""
@@ -477,7 +489,8 @@ class Engine:
         known = isinstance(error, FastLLMError)
         text = error.message if isinstance(error, FastLLMError) else _told(error)
         base = error if isinstance(error, FastLLMError) else _typed(error, text)
-        for job in {part.sequence.owner.job: None for part in step.slices}:
+        failed = [*(part.sequence for part in step.slices), *(sequence for _, sequence in step.restores)]  # a state that was not put back is lost
+        for job in {sequence.owner.job: None for sequence in failed}:
             failure = _again(base, f"request '{job.handle.request_id}': a step failed: {text}")
             failure.__cause__ = error.__cause__ if known else error
             self._fail_job(job, failure)

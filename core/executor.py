@@ -64,6 +64,7 @@ class Executor:
         limits = plan.limits
         self.block_size, self.num_blocks, self.max_blocks = limits.block_size, limits.num_blocks, limits.max_blocks
         self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
+        self.num_snapshots = limits.num_snapshots
         self._arenas: dict[tuple[str, str, int], Buffer] = {}  # (device, arena, chunk)
         self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
         self._hosted: dict[tuple[str, str], Buffer] = {}
@@ -181,7 +182,7 @@ class Executor:
             buffer = self._buffer(device, place)
         state: dict[str, Any] = {}
         if isinstance(value.spec, KVSpec | SlotSpec):
-            count = self.num_blocks if isinstance(value.spec, KVSpec) else self.max_sequences
+            count = self.num_blocks if isinstance(value.spec, KVSpec) else self.plan.limits.num_slots
             state = {"spec": value.spec, "block_size": self.block_size, "num_blocks": count, "block_bytes": place.block_bytes}
         return Tensor(buffer, offset, place.shape, place.dtype, place.strides, place.layout, **state)
 
@@ -297,8 +298,20 @@ class Executor:
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""
+        self._copy_unit("kv", src, dst)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies the recurrent state of a slot, in every layer, to a snapshot."""
+        self._copy_unit("state", slot, self.max_sequences + snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Copies a snapshot to a slot, in every layer."""
+        self._copy_unit("state", self.max_sequences + snapshot, slot)
+
+    def _copy_unit(self, kind: str, src: int, dst: int) -> None:
+        """Copies a block of the cache, or a slot of state, in every layer."""
         for (device, _), place in self.plan.places.items():
-            if place.arena == "kv":
+            if place.arena == kind:
                 arena, size = self._buffer(device, place), place.block_bytes
                 stream = self._streams[device]
                 self.backends[device].copy(arena, place.offset + dst * size, arena, place.offset + src * size, size, stream)

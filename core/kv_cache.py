@@ -11,6 +11,10 @@ The prefix cache is a hash chain over token ids: a full block is known under (no
 the first one under (salt, ids). The keys are compared and not only hashed, so two texts never share a block by accident, and
 a node number is never used twice, so a chain cannot be continued from a block that has meanwhile been given away.
 
+A model with recurrent state (a gated delta net) needs more than blocks to go on after a prefix: the state after its last token. So
+for such a model a prefix is found only where a **snapshot** of that state was kept with its last block. There are `num_snapshots`
+places for them; the one that was used least recently makes room, and one whose block is given away is gone with it.
+
 A block is written only by a sequence that is its single owner and only while it is not findable; `reserve` copies it
 otherwise (copy-on-write). The scheduler, in the engine's thread, is the only caller.
 """
@@ -39,14 +43,16 @@ class SequenceBlocks:
 class BlockManager:
     """Hands out cache blocks: references, prefix cache, eviction and copy-on-write.
 
-    num_blocks, block_size (tokens): of the executor's cache. prefix_cache: False never finds a block again (needed for models
-    that keep recurrent state, which blocks do not hold).
+    num_blocks, block_size (tokens): of the executor's cache. prefix_cache: False never finds a block again. num_snapshots: of a model
+    with recurrent state, how many snapshots it may keep (0: prefixes are not found); None for other models.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True, num_snapshots: int | None = None):
         if num_blocks < 1 or block_size < 1:
             raise UsageError(f"a cache of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
-        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
+        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache and num_snapshots != 0
+        self.recurrent = num_snapshots is not None  # blocks alone are not enough to go on after a prefix
+        self.keeps_snapshots = self.prefix_cache and self.recurrent
         self.hit_tokens = 0  # tokens of prompts found in the cache, since the start
         self.looked_up_tokens = 0  # tokens of prompts looked up
         self._refs = [0] * num_blocks
@@ -56,6 +62,8 @@ class BlockManager:
         self._keys: list[tuple[int | str, bytes] | None] = [None] * num_blocks  # block -> its key
         self._nodes = [0] * num_blocks  # block -> number of its link in the chain, 0: not findable
         self._last_node = 0
+        self._snapshots: OrderedDict[int, int] = OrderedDict()  # findable block -> snapshot of the state after it; least recently used first
+        self._free_snapshots = list(range((num_snapshots or 0) - 1, -1, -1))  # a stack
 
     # counts ---------------------------------------------------------------------------------------------------------
 
@@ -101,6 +109,9 @@ class BlockManager:
                 break
             found.append(block)
             link = self._nodes[block]
+        if self.keeps_snapshots:
+            while found and found[-1] not in self._snapshots:
+                found.pop()
         return found
 
     def open(self, token_ids: np.ndarray, salt: str = "", *, read_cache: bool = True) -> tuple[SequenceBlocks, int]:
@@ -170,6 +181,30 @@ class BlockManager:
                 self._release(block)
             sequence.num_known = index + 1
 
+    def snapshot(self, sequence: SequenceBlocks) -> int:
+        """The snapshot that belongs to the end of a sequence's blocks as `open` found them; it is used most recently now."""
+        block = sequence.ids[-1]
+        self._snapshots.move_to_end(block)
+        return self._snapshots[block]
+
+    def keep_snapshot(self, sequence: SequenceBlocks, num_tokens: int) -> int | None:
+        """Where the state after num_tokens tokens is to be kept; None where it is kept already, or could not be found again: the tokens
+        are no whole blocks, or not known ones."""
+        index, rest = divmod(num_tokens, self.block_size)
+        if rest or not 0 < index <= sequence.num_known:
+            return None
+        block = sequence.ids[index - 1]
+        if self._nodes[block] == 0:
+            return None
+        if block in self._snapshots:
+            self._snapshots.move_to_end(block)
+            return None
+        if not self._free_snapshots:
+            _, place = self._snapshots.popitem(last=False)
+            self._free_snapshots.append(place)
+        self._snapshots[block] = self._free_snapshots.pop()
+        return self._snapshots[block]
+
     def fork(self, sequence: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
         """Another sequence that shares the blocks of the first num_tokens tokens."""
         ids = sequence.ids[: self.blocks_for(num_tokens)]
@@ -218,3 +253,6 @@ class BlockManager:
         if key is not None:
             del self._blocks[key]
             self._keys[block], self._nodes[block] = None, 0
+            place = self._snapshots.pop(block, None)
+            if place is not None:
+                self._free_snapshots.append(place)

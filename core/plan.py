@@ -18,7 +18,7 @@ INHERITED = "it only inherits this op (from RefBackend: numpy on the host)"
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step and the cache: tokens, sequences and sampled rows per step; context: tokens of one sequence; num_blocks
-    cache blocks of block_size tokens. State of fixed size has a slot for each sequence of a step."""
+    cache blocks of block_size tokens. State of fixed size has a slot for each sequence of a step, and `num_snapshots` more that keep what it was."""
 
     max_tokens: int
     max_sequences: int
@@ -26,6 +26,12 @@ class StepLimits:
     context: int
     block_size: int
     num_blocks: int
+    num_snapshots: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of state of fixed size: those of sequences, then those of snapshots."""
+        return self.max_sequences + self.num_snapshots
 
     @property
     def max_blocks(self) -> int:

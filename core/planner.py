@@ -314,7 +314,7 @@ class _Planner:
                         self._add(segment.device, value, "kv", block * self.limits.num_blocks, block_bytes=block)
                     elif isinstance(value.spec, SlotSpec):
                         block = plain_bytes(value.spec.shape, value.spec.dtype)
-                        self._add(segment.device, value, "state", block * self.limits.max_sequences, block_bytes=block)
+                        self._add(segment.device, value, "state", block * self.limits.num_slots, block_bytes=block)
                     elif value.kind in ("input", "const"):
                         shape = [self.limits.resolve(d) for d in value.shape]
                         self._add(segment.device, value, "host", plain_bytes(shape, value.dtype))

@@ -35,6 +35,7 @@ class StepRunner(Protocol):
     max_tokens: int  # of a step
     max_sequences: int
     max_rows: int
+    num_snapshots: int  # of recurrent state, besides a slot for each sequence
 
     @property
     def vocab_size(self) -> int:
@@ -45,6 +46,12 @@ class StepRunner(Protocol):
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer, before the next run."""
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies the recurrent state of a slot to a snapshot, after a run and before the next."""
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Copies a snapshot to a slot, before the run that goes on from it."""
 
     def close(self) -> None:
         """Returns all memory."""

@@ -10,6 +10,9 @@ result depends on that row only, it goes on with the very tokens it would have h
     reserve    blocks in order of rank (priority, then age); without room, the youngest running sequence is preempted
     build      the arrays of the StepBatch, in memory that is allocated once
 
+A model with recurrent state goes on after a prefix from a snapshot of its state (`kv_cache`): so a prompt is cut where a block ends,
+that a snapshot can be kept there, and the step says which states it begins with and, when it is done, which are to be kept.
+
 Most steps are the one before with every sequence a token further. Such a step is not built but moved on (`_again`).
 
 The oldest sequence is never preempted for another, so somebody always makes progress; a sequence that could not run alone is
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -123,12 +126,14 @@ class Slice:
 @dataclass(slots=True)
 class ScheduledStep:
     """One step: make the copies (from block, to block) in this order, then run the batch. The next step reuses the arrays. fresh: False
-    where it is the very object of the step before, whose sequences all decode once more; then only its numbers have moved on."""
+    where it is the very object of the step before, whose sequences all decode once more; then only its numbers have moved on.
+    restores: of models with recurrent state, what is to be put back before the batch runs: (snapshot, sequence whose slot takes it)."""
 
     slices: list[Slice]
     copies: list[tuple[int, int]]
     batch: StepBatch
     fresh: bool = True
+    restores: list[tuple[int, Sequence]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -173,6 +178,7 @@ class Scheduler:
         self._sample_rows = np.zeros(max_rows, I32)
         self._table = np.zeros(self.max_running * max_blocks, I32)
         self._last: ScheduledStep | None = None  # the step before, while all that runs decodes in it
+        self._restores: list[tuple[int, Sequence]] = []  # of sequences that started since the step before
 
     # the queue --------------------------------------------------------------------------------------------------------
 
@@ -241,6 +247,7 @@ class Scheduler:
         if not slices:  # only the last one left can fail, by a copy it lacks the block for; it starts again with the whole cache
             return self.schedule() if self.waiting else None
         step = ScheduledStep(slices, copies, self._build(slices))
+        step.restores, self._restores = [(place, s) for place, s in self._restores if s.running and s.num_computed], []
         if len(slices) == len(self.running) and all(p.num_tokens == p.num_rows == 1 and p.sequence.decodes for p in slices):
             self._last = step
         return step
@@ -257,13 +264,16 @@ class Scheduler:
         batch = step.batch
         if not _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
             return None
-        step.fresh, step.copies = False, []
+        step.fresh, step.copies, step.restores = False, [], []
         self._last = step
         return step
 
-    def advance(self, step: ScheduledStep) -> None:
-        """After the step has run: its tokens are computed. Full blocks become findable, and choices start whose prompt is done."""
+    def advance(self, step: ScheduledStep) -> list[tuple[int, int]]:
+        """After the step has run: its tokens are computed. Full blocks become findable, and choices start whose prompt is done.
+
+        Returns the states that are to be kept now, before another step: (slot, snapshot)."""
         size = self.blocks.block_size
+        kept: list[tuple[int, int]] = []
         for part in step.slices:
             sequence = part.sequence
             if sequence.blocks is None:
@@ -274,8 +284,11 @@ class Scheduler:
             if sequence.num_computed // size > sequence.blocks.num_known:
                 self.blocks.commit(sequence.blocks, sequence.tokens, sequence.num_computed)
                 self._write_table(sequence)
+                if self.blocks.keeps_snapshots and (place := self.blocks.keep_snapshot(sequence.blocks, sequence.num_computed)) is not None:
+                    kept.append((sequence.slot, place))
             if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
                 self._fork(sequence)
+        return kept
 
     def _admit(self) -> None:
         """Starts waiting sequences in order; the first that does not fit holds the others back, so that it is not passed for ever."""
@@ -295,6 +308,8 @@ class Scheduler:
             if sequence.num_cached < 0:
                 sequence.num_cached = cached
             self._start(sequence, cached)
+            if cached and self.blocks.keeps_snapshots:
+                self._restores.append((self.blocks.snapshot(sequence.blocks), sequence))
 
     def _start(self, sequence: Sequence, num_computed: int) -> None:
         self._last = None
@@ -304,10 +319,11 @@ class Scheduler:
         insort(self.running, sequence, key=lambda s: s.rank)
 
     def _fork(self, parent: Sequence) -> None:
-        """Starts the other choices of a prompt. Each computes the last prompt token again, for logits of its own."""
+        """Starts the other choices of a prompt. Each computes the last prompt token again, for logits of its own; with recurrent state,
+        what follows the last snapshot, or all."""
         siblings, parent.siblings = parent.siblings, []
         for sequence in siblings:
-            if parent.blocks is not None and len(self.running) < self.max_running and self.blocks.num_available:
+            if not self.blocks.recurrent and parent.blocks is not None and len(self.running) < self.max_running and self.blocks.num_available:
                 sequence.blocks = self.blocks.fork(parent.blocks, parent.num_prompt - 1)
                 self._start(sequence, parent.num_prompt - 1)
             else:
@@ -347,7 +363,17 @@ class Scheduler:
             count = min(wanted[sequence.slot] - have, budget)
             counts[sequence.slot] = have + count
             budget -= count
+        if self.blocks.keeps_snapshots:
+            for sequence in prompts:
+                counts[sequence.slot] = self._to_a_block(sequence, counts[sequence.slot])
         return counts
+
+    def _to_a_block(self, sequence: Sequence, count: int) -> int:
+        """So many tokens that they end with a block, if that is not before the first; of the known tokens the last one begins no prefix
+        that is looked up, so the block must end before it."""
+        size, start = self.blocks.block_size, sequence.num_computed
+        end = min(start + count, sequence.num_tokens - 1) // size * size
+        return end - start if end > start else count
 
     def _wanted(self, prompts: list[Sequence]) -> dict[int, int]:
         """The most tokens each may compute in one step: what it lacks, and no more rows of logits than there are."""

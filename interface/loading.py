@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
+from .core.backend import plain_bytes
 from .core.cgroup import available_memory
 from .core.errors import (
     BackendBroken,
@@ -50,6 +51,8 @@ __all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_al
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
 RESERVE_BYTES = 256 << 20  # left for Python, the tokenizer and the system
+SNAPSHOT_BYTES = 256 << 20  # for snapshots of recurrent state; few large ones are kept also where they take more
+SNAPSHOTS = (4, 64)  # the fewest and the most that are kept
 MIN_CONTEXT = 512  # tokens; less is refused when the default is chosen by memory
 
 Progress = Callable[[str, int, int | None], None]
@@ -324,7 +327,7 @@ def _fit(
     """The plan with as much context and cache as asked, or as fits: (plan, context in tokens, bytes available)."""
     size, sequences = options.block_size, options.max_batch_size
     chunk = max(options.prefill_chunk, sequences)
-    limits = StepLimits(chunk, sequences, max(sequences, min(chunk, 64)), size, size, 1)
+    limits = StepLimits(chunk, sequences, max(sequences, min(chunk, 64)), size, size, 1, _num_snapshots(definition) if options.prefix_cache else 0)
     placement = Placement.on(device)
 
     def planned(context: int, num_blocks: int) -> Plan:
@@ -365,6 +368,14 @@ def _fit(
     if most is not None:
         blocks = max(per_sequence, min(blocks, most))
     return (trial if (context, blocks) == (wanted, hoped) else planned(context, blocks)), context, available
+
+
+def _num_snapshots(definition: ModelDef) -> int:
+    """How many snapshots of a sequence's recurrent state are kept; 0 for a model without."""
+    specs = (value.spec for value in definition.graph.of_kind("state"))
+    nbytes = sum(plain_bytes(spec.shape, spec.dtype) for spec in specs if isinstance(spec, SlotSpec))
+    fewest, most = SNAPSHOTS
+    return min(max(SNAPSHOT_BYTES // nbytes, fewest), most) if nbytes else 0
 
 
 def _mib(size: int) -> str:

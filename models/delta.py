@@ -1,7 +1,7 @@
 """The gated delta net: a layer whose memory is one matrix per head, however long the text (Yang et al. 2024, arXiv 2412.06464).
 
 Query, key and value pass a short convolution; the matrix forgets a little, then learns value at key; the result is normed per head and
-gated. Memory is in slots of the sequence, so its prefixes are not found again in the cache of blocks.
+gated. Memory is in slots of the sequence; a prefix is found again where a snapshot of the slot was kept with the cache's blocks.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ def plan_command(model: str | None, **values: Any) -> None:
         click.echo(f"{key:22} {'unknown' if size is None else f'{size / (1 << 20):,.1f} MiB'}")
     if facts["mapped_bytes"]:
         click.echo(f"{'used from the file':22} {facts['mapped_bytes'] / (1 << 20):,.1f} MiB")
+    if facts["state_bytes"]:
+        click.echo(f"{'recurrent state':22} {facts['state_bytes'] / (1 << 20):,.1f} MiB, for {facts['sequences']} sequences and {facts['state_snapshots']} snapshots")
     click.echo(f"{'cache per token':22} {facts['cache_bytes_per_token']:,} bytes{' (' + facts['kv_dtype'] + ')' if facts['kv_dtype'] else ''}")
     for line in facts["layers"]:
         click.echo(f"{'layers ' + line['layers']:22} {line['device']}")
@@ -71,7 +73,7 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
     plan = planned.plan
     cache, state, mapped = (plan.total_bytes(a) for a in ("kv", "state", "mapped"))
     weights = plan.total_bytes("weights") + mapped
-    activations = plan.total_bytes("scratch") + plan.total_bytes("host") + state
+    activations = plan.total_bytes("scratch") + plan.total_bytes("host")
     layouts: Counter[str] = Counter()
     for place in plan.places.values():
         if place.arena in ("weights", "mapped"):
@@ -88,10 +90,12 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "weights_bytes": weights,
         "mapped_bytes": mapped,
         "cache_bytes": cache,
+        "state_bytes": state,
+        "state_snapshots": plan.limits.num_snapshots,
         "cache_bytes_per_token": cache // (plan.limits.num_blocks * plan.limits.block_size),
         "kv_dtype": planned.options.kv_dtype,
         "activations_bytes": activations,
-        "total_bytes": weights + cache + activations,
+        "total_bytes": weights + cache + state + activations,
         "available_bytes": planned.available_bytes,
         "layers": _layers(planned),
         "weight_layouts": dict(layouts.most_common()),

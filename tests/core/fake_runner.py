@@ -90,12 +90,16 @@ class FakeRunner:
         before: Callable[[StepBatch], None] | None = None,
         poison: Sequence[int] = (),
         stateful: bool = False,
+        num_snapshots: int = 0,
     ):
         self.block_size, self.num_blocks, self.max_blocks = block_size, num_blocks, max_blocks
         self.max_tokens, self.max_sequences, self.max_rows = max_tokens, max_sequences, max_rows
         self.before, self.poison, self.stateful = before, set(poison), stateful
         self.memory = np.full(num_blocks * block_size, -1, np.int64)  # token · 100,003 + position at every slot
+        self.num_snapshots = num_snapshots
         self.states: dict[int, list[int]] = {}
+        self.snapshots: dict[int, list[int]] = {}
+        self.restored = 0
         self.steps = self.copies = 0
         self.closed = False
 
@@ -173,6 +177,17 @@ class FakeRunner:
         self.copies += 1
         size = self.block_size
         self.memory[dst * size : (dst + 1) * size] = self.memory[src * size : (src + 1) * size]
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies a state to its snapshot."""
+        assert 0 <= snapshot < self.num_snapshots
+        assert len(self.states[slot]) % self.block_size == 0
+        self.snapshots[snapshot] = self.states[slot]
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Copies a snapshot to a slot."""
+        self.restored += 1
+        self.states[slot] = self.snapshots[snapshot]
 
     def close(self) -> None:
         """Marks it closed."""

@@ -170,6 +170,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_happens_around_it(data)
         max_sequences=draw(st.integers(1, 5)),
         max_rows=draw(st.integers(1, 6)),
         stateful=stateful,
+        num_snapshots=draw(st.integers(0, 4)) if stateful else 0,
     )
     policy = draw(st.sampled_from(["fcfs", "shortest-remaining"]))
     ends = [0, 1]

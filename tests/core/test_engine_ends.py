@@ -68,8 +68,9 @@ def test_a_failed_step_fails_its_requests_and_spares_the_others(error, kind):
     all_free(engine)
 
 
-def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block():
-    """The k-th call of run or copy_block raises, for every k of a small run."""
+@pytest.mark.parametrize("limits", [{}, {"stateful": True, "num_snapshots": 3}], ids=["blocks", "snapshots"])
+def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block(limits):
+    """The k-th call of run, copy_block, keep_state or restore_state raises, for every k of a small run."""
     prompts = [[1, 2, 3, 4, 5, 6], [9] * 11]
     for k in range(100):
         left = [k]
@@ -88,7 +89,15 @@ def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_bl
                 self.count()
                 super().copy_block(src, dst)
 
-        with Engine(Failing(num_blocks=8, max_blocks=8, max_tokens=6)) as engine:
+            def keep_state(self, slot, snapshot):
+                self.count()
+                super().keep_state(slot, snapshot)
+
+            def restore_state(self, snapshot, slot):
+                self.count()
+                super().restore_state(snapshot, slot)
+
+        with Engine(Failing(num_blocks=8, max_blocks=8, max_tokens=6, **limits), stateful=bool(limits)) as engine:
             handles = [engine.submit(ask(p, n=2)) for p in prompts]
             failed = []
             for handle, prompt in zip(handles, prompts, strict=True):

@@ -23,7 +23,7 @@ class Bench:
     def __init__(self, policy: str = "fcfs", prefix_cache: bool = True, **limits: int):
         self.runner = FakeRunner(**limits)
         r = self.runner
-        self.blocks = BlockManager(r.num_blocks, r.block_size, prefix_cache=prefix_cache)
+        self.blocks = BlockManager(r.num_blocks, r.block_size, prefix_cache=prefix_cache, num_snapshots=r.num_snapshots if r.stateful else None)
         self.scheduler = Scheduler(
             self.blocks, max_tokens=r.max_tokens, max_sequences=r.max_sequences, max_rows=r.max_rows, max_blocks=r.max_blocks, policy=policy
         )
@@ -62,8 +62,11 @@ class Bench:
                 block = table[p // self.runner.block_size]
                 assert self.blocks._refs[block] == 1, "a block is written by one of several owners"
                 assert self.blocks._nodes[block] == 0, "a block that others may find is written"
+        for snapshot, sequence in step.restores:
+            self.runner.restore_state(snapshot, sequence.slot)
         result = self.runner.run(step.batch)
-        self.scheduler.advance(step)
+        for slot, snapshot in self.scheduler.advance(step):
+            self.runner.keep_state(slot, snapshot)
         for part in step.slices:
             rows = range(part.first_row, part.first_row + part.num_rows)
             if part.sequence.prompt_rows:
@@ -290,6 +293,61 @@ def test_removing_twice_or_before_the_start_does_nothing_bad():
     assert bench.ended == [other]
 
 
+# recurrent state ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_with_recurrent_state_goes_on_from_the_last_snapshot():
+    bench = Bench(num_blocks=32, stateful=True, num_snapshots=2, max_tokens=16)
+    prompt = list(range(10))
+    bench.submit(prompt, max_new=1)
+    assert [p.num_tokens for p in bench.step().slices] == [8], "cut where a block ends"
+    bench.finish()
+    (again,) = bench.submit(prompt, max_new=3)
+    step = bench.step()
+    assert (again.num_cached, step.slices[0].start, step.slices[0].num_tokens) == (8, 8, 2)
+    assert bench.runner.restored == 1
+    (longer,) = bench.submit([*prompt[:7], 99], max_new=1)
+    bench.step()
+    assert longer.num_cached == 0, "the block that ends at 4 is known, but not the state there"
+    bench.finish()
+
+
+def test_snapshots_are_bounded_and_the_one_used_least_recently_goes():
+    bench = Bench(num_blocks=64, stateful=True, num_snapshots=2, max_tokens=16)
+    for first in (10, 20, 10, 30):
+        bench.submit([first, 1, 2, 3, 4], max_new=1)
+        bench.finish()
+    kept = {first: len(bench.blocks.find(np.array([first, 1, 2, 3, 4], np.int32))) for first in (10, 20, 30)}
+    assert kept == {10: 1, 20: 0, 30: 1}
+
+
+def test_a_generated_text_is_found_again_at_the_end_of_its_last_block():
+    bench = Bench(num_blocks=32, stateful=True, num_snapshots=8)
+    (first,) = bench.submit([1, 2, 3], max_new=8)
+    bench.finish()
+    text = [*first.tokens[: first.num_tokens].tolist(), 5, 6]
+    (again,) = bench.submit(text, max_new=2)
+    bench.step()
+    assert again.num_cached == 8
+    bench.finish()
+
+
+def test_choices_of_a_prompt_with_recurrent_state_share_it():
+    bench = Bench(num_blocks=32, stateful=True, num_snapshots=2, max_tokens=32)
+    _, *others = bench.submit(list(range(10)), max_new=3, n=3)
+    bench.finish()
+    assert [s.num_cached for s in others] == [8, 8]
+
+
+def test_a_preempted_sequence_with_recurrent_state_goes_on_from_its_last_block():
+    bench = Bench(num_blocks=8, max_blocks=8, max_tokens=12, stateful=True, num_snapshots=16)
+    bench.submit([1, 2, 3], max_new=18)
+    bench.submit(list(range(20, 29)), max_new=10)
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    assert bench.runner.restored > 0
+
+
 class Scheduling(RuleBasedStateMachine):
     """Random requests, steps and cancels under random limits; everything admitted ends with the tokens of a run alone."""
 
@@ -301,6 +359,8 @@ class Scheduling(RuleBasedStateMachine):
         max_rows=st.integers(1, 6),
         num_blocks=st.integers(3, 14),
         block_size=st.integers(1, 5),
+        num_snapshots=st.integers(0, 4),
+        stateful=st.booleans(),
     )
     def start(self, policy, prefix_cache, max_blocks=6, **limits):
         self.bench = Bench(policy, prefix_cache, max_blocks=max_blocks, **limits)
@@ -337,6 +397,9 @@ class Scheduling(RuleBasedStateMachine):
         held = [s.blocks.ids for s in bench.live if s.blocks is not None]
         assert blocks._refs == [sum(ids.count(b) for ids in held) for b in range(blocks.num_blocks)]
         assert blocks.num_free + blocks.num_used + blocks.num_cached == blocks.num_blocks
+        assert all(blocks._nodes[b] for b in blocks._snapshots)
+        if bench.runner.stateful:
+            assert sorted([*blocks._snapshots.values(), *blocks._free_snapshots]) == list(range(bench.runner.num_snapshots))
         slots = [s.slot for s in bench.scheduler.running]
         assert len(set(slots)) == len(slots) <= bench.scheduler.max_running
         assert sorted(slots + bench.scheduler._slots) == list(range(bench.scheduler.max_running))

@@ -37,10 +37,20 @@ def byte_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A Hugging Face folder: two layers, random weights, byte tokenizer, ChatML template, context 64."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return with_tokenizer(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(scope="session")
+def recurrent_model(tmp_path_factory) -> Path:
+    """As `tiny_model`, of a family that keeps recurrent state."""
+    return with_tokenizer(tmp_path_factory.mktemp("models") / "recurrent", "qwen3_next")
+
+
+def with_tokenizer(folder: Path, fixture: str) -> Path:
+    """Files of a fixture in a folder, with a byte tokenizer and a ChatML template."""
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(FIXTURES / "llama" / name, folder / name)
+        shutil.copy(FIXTURES / fixture / name, folder / name)
     (folder / "tokenizer.json").write_text(byte_tokenizer().to_str())
     settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -128,24 +128,24 @@ def test_a_planned_model_closes_its_files_although_a_backend_fails(tiny_model, m
     planned.close()
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_graph_with_state_slots_makes_the_engine_stateful(tiny_model, monkeypatch, stateful):
-    from fastllm.core import engine
-
-    if stateful:
-        from fastllm.core.graph import KVSpec
-
-        monkeypatch.setattr(loading, "SlotSpec", KVSpec)  # the fixture has no recurrent layer: its caches stand for slots
-    seen = {}
-
-    class Seen(engine.Engine):
-        def __init__(self, runner, **options):
-            seen.update(options)
-            super().__init__(runner, **options)
-
-    monkeypatch.setattr(engine, "Engine", Seen)
+def test_a_model_with_recurrent_state_finds_prompts_again_within_bounded_memory(recurrent_model, tiny_model, monkeypatch):
+    prompt, found = "a prompt of more than two blocks of the cache", []
+    state = 4 * (3 * 80 + 4 * 8 * 12)  # 3 inputs of a convolution of 80 channels and 4 heads of [8, 12], in one layer
+    monkeypatch.setattr(loading, "SNAPSHOT_BYTES", 7 * state)
+    for prefix_cache in (True, False):
+        with LLM(recurrent_model, backend="ref", block_size=16, prefix_cache=prefix_cache) as llm:
+            plan = llm.loaded.planned.plan
+            assert llm.loaded.engine.stateful
+            assert plan.limits.num_snapshots == (7 if prefix_cache else 0)
+            assert plan.total_bytes("state") == state * (plan.limits.max_sequences + plan.limits.num_snapshots)
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            found += [llm.generate(prompt, params)[0].text for _ in range(2)]
+            assert (llm.loaded.engine.stats().prefix_hit_tokens > 0) is prefix_cache
+    assert len(found) == 4
+    assert len(set(found)) == 1
     with LLM(tiny_model, backend="ref") as llm:
-        assert llm.loaded.engine.stateful is seen["stateful"] is stateful
+        assert not llm.loaded.engine.stateful
+        assert llm.loaded.planned.plan.limits.num_snapshots == 0
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
