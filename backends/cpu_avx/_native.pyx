@@ -92,6 +92,10 @@ cdef extern from "moe.h" nogil:
     int64_t fl_moe_prepared(int kind, int64_t pairs, int64_t experts, int64_t K)
     int64_t fl_moe_scratch(int64_t T, int64_t top_k, int64_t experts)
 
+cdef extern from "recurrent.h" nogil:
+    int FL_CONV_TAPS
+    int64_t fl_delta_scratch(int32_t key_dim)
+
 cdef extern from "pages.h" nogil:
     void *fl_memory_map(size_t nbytes, int huge)
     void fl_memory_unmap(void *address, size_t nbytes)
@@ -145,6 +149,7 @@ def layout_number(str name) -> int:
 STRIP = FL_STRIP
 """Output rows of a strip."""
 KV_GROUP = FL_KV_GROUP
+CONV_TAPS = FL_CONV_TAPS
 """Channels of a head that share a scale of an int8 cache."""
 
 
@@ -184,6 +189,11 @@ def moe_prepared(int kind, int64_t pairs, int64_t experts, int64_t width) -> int
 def moe_scratch(int64_t tokens, int64_t top_k, int64_t experts) -> int:
     """Bytes per thread."""
     return fl_moe_scratch(tokens, top_k, experts)
+
+
+def delta_scratch(int key_dim) -> int:
+    """Bytes that one thread needs for the delta rule."""
+    return fl_delta_scratch(key_dim)
 
 
 def cache_block_bytes(int block_size, int heads, int key_dim, int value_dim, int dtype) -> int:

@@ -46,6 +46,7 @@ from . import _native, isa, pack
 from .lower import CACHE_TYPES, MAX_HEAD, lower
 from .operands import Source
 from .program import NativeProgram
+from .recurrent import MAX_KEY, MAX_TAPS
 from .threads import choose_threads
 
 __all__ = ["CpuBackend"]
@@ -63,7 +64,9 @@ BF16_ROWS = 1
 PROBE_BYTES = 1 << 30
 PROBE_ROUNDS = 5
 
-NATIVE_OPS = tuple(name for name in CATALOGUE if name not in ("sample", "short_conv", "delta_rule"))
+NATIVE_OPS = tuple(name for name in CATALOGUE if name != "sample")
+RECURRENT = {"short_conv": (3, 4, 5), "delta_rule": (8, 9, 10)}
+"""Ops with a slot for each sequence -> the places of positions, query_start and state_slot among their operands."""
 
 
 class _HostBuffer(Buffer):
@@ -259,6 +262,9 @@ class CpuBackend(Backend):
         if name == "attention":
             dims = StepDims(_rows(operands[0]), _rows(operands[4]), 0)
             _check_step_shapes(operands, dims)
+        elif name in RECURRENT:
+            dims = StepDims(results[0][0][0], _rows(operands[RECURRENT[name][2]]), 0)
+            _check_recurrent_shapes(name, operands, dims)
         elif name == "kv_write" and _rows(operands[3]) != _rows(operands[1]):
             raise ShapeError(f"op 'kv_write' has {_rows(operands[1])} keys but {_rows(operands[3])} slots")
 
@@ -365,6 +371,10 @@ def _refuse_heads(q: OpQuery) -> str:
         width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)), spec.value_dim if isinstance(spec, KVSpec) else 0)
         if width > MAX_HEAD:
             return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
+    if q.op == "short_conv" and len(q.shapes) > 2 and q.shapes[2] is not None and int(q.shapes[2][1]) > MAX_TAPS:
+        return f"{q.shapes[2][1]} taps; the kernel takes {MAX_TAPS} at most"
+    if q.op == "delta_rule" and len(q.shapes) > 1 and q.shapes[1] is not None and int(q.shapes[1][2]) > MAX_KEY:
+        return f"keys of {q.shapes[1][2]} elements; the kernel takes {MAX_KEY} at most"
     return ""
 
 
@@ -391,6 +401,13 @@ def _check_step_shapes(operands: Sequence[Tensor | None], dims: StepDims) -> Non
             )
     if found[5] is None or len(found[5]) != 2 or found[5][0] != dims.S:
         raise ShapeError(f"operand 'block_table' has shape {found[5]}, not [{dims.S}, B]")
+
+
+def _check_recurrent_shapes(name: str, operands: Sequence[Tensor | None], dims: StepDims) -> None:
+    """Step arrays of an op with recurrent state that runs alone."""
+    for index, rows in zip(RECURRENT[name], (dims.T, dims.S + 1, dims.S), strict=True):
+        if _rows(operands[index]) != rows:
+            raise ShapeError(f"operand '{CATALOGUE[name].inputs[index]}' of '{name}' has {_rows(operands[index])} entries, not {rows}")
 
 
 def _check_range(buffer: Buffer, offset: int, nbytes: int) -> None:

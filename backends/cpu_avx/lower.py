@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, UnsupportedError, check_cache, contiguous
 
-from . import _native
+from . import _native, recurrent
 from .operands import (
     Access,
     Source,
@@ -45,7 +45,8 @@ OPCODES: Final = {
     name: number
     for number, name in enumerate(
         ("embed", "embed_packed", "rms_norm", "layer_norm", "rope_table", "rope", "kv_write", "attention", "prepare", "linear",
-         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize", "route_topk", "moe", "concat")
+         "act_mul", "add", "mul", "softmax", "softcap", "matmul", "quantize", "dequantize", "route_topk", "moe", "concat",
+         "short_conv", "delta_rule")
     )
 }  # fmt: skip
 """As in program.h."""
@@ -235,6 +236,10 @@ class _Lowering:
         """Elements of a vector in 0…limit − 1 (slots: may be negative)."""
         v = vector(s, "i32")
         self.check(kind, v[0], v[1], v[2], limit_symbol, limit, 0, 0, 0, 0, 0)
+
+    def check_starts(self, address: int) -> None:
+        """query_start [S + 1] at this address divides the tokens of the step."""
+        self.check(PAGES, address, *[0] * 9)
 
     def rows(self, s: Source, write: bool) -> Access:
         """s, shared by rows."""
@@ -643,6 +648,12 @@ class _Lowering:
         group = (attrs["groups"], attrs["keep_groups"], int(attrs["group_score"] == "top2sum"))
         ints = (attrs["k"], SCORES.index(attrs["score"]), *group, attrs["renorm"])
         self.emit("route_topk", views, accesses, ints=ints, floats=(attrs["scale"],))
+
+    def _op_short_conv(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
+        recurrent.short_conv(self, inputs, outputs[0], ACTS.index(attrs["kind"]))
+
+    def _op_delta_rule(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
+        recurrent.delta_rule(self, inputs, outputs[0], attrs)
 
     def _op_moe(self, inputs: list[Any], outputs: list[Source], attrs: Mapping[str, Any]) -> None:
         x, ids, weights, gate, up, down, *biases, out = *inputs, outputs[0]

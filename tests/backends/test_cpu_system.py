@@ -216,7 +216,12 @@ def test_unknown_ops_dtypes_and_attributes_get_a_no():
         answer = cpu.supports(OpQuery("linear", ("f32", "q4_0", None), (("T", 64), (4, 64), None)))
         assert isinstance(answer, Yes)
         assert answer.act == "q8_g32"
-        assert set(cpu.ops()) == set(CATALOGUE) - {"sample", "short_conv", "delta_rule"}
+        for op, shapes, reason in (
+            ("short_conv", ((), ("T", 8), (8, 65)), "65 taps; the kernel takes 64 at most"),
+            ("delta_rule", ((), ("T", 1, 1025)), "keys of 1025 elements; the kernel takes 1024 at most"),
+        ):
+            assert cpu.supports(OpQuery(op, ("slot", *["f32"] * (len(shapes) - 1)), shapes)) == No(reason)
+        assert set(cpu.ops()) == set(CATALOGUE) - {"sample"}
 
 
 def test_a_forked_child_gets_an_error_instead_of_waiting_for_ever():

@@ -118,6 +118,9 @@ CASES = [
     ("deepseek_v3", "q8_0", "cpu_avx", {}),
     ("gpt_oss", "q8_0", "cpu_avx", {}),
     ("qwen3_next", "bf16", "ref", {}),
+    ("qwen3_next", "bf16", "cpu_avx", {}),
+    ("qwen3_next", "q8_0", "cpu_avx", {"isa": "avx2"}),
+    ("qwen3_next", "bf16", "cpu_avx", {"isa": "baseline", "act": "f32"}),
     ("llama_llama3", "bf16", "opencl_generic", {}),
     ("gemma3", "q8_0", "opencl_generic", {}),
     ("qwen3", "q4_0", "opencl_generic", {"kernels": "lanes"}),
@@ -159,7 +162,7 @@ def same_under_all_circumstances(name, format, backend, options, kv_dtype=None, 
             house.close()
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "cpu_avx"), ("deepseek_v3", "cpu_avx"), ("gpt_oss", "cpu_avx"), ("qwen3_next", "ref")])
+@pytest.mark.parametrize(("name", "backend"), [("llama", "cpu_avx"), ("deepseek_v3", "cpu_avx"), ("gpt_oss", "cpu_avx"), ("qwen3_next", "ref"), ("qwen3_next", "cpu_avx")])
 def test_a_request_that_was_preempted_gives_the_same_answer_with_cache_and_with_recurrent_state(name, backend):
     house = House(name, "bf16", backend, {})
     try:

@@ -83,6 +83,23 @@ typedef struct {
     float scale;
 } fl_route;
 
+/* Recurrent state: slots of one op, that of sequence s at state + state_slot[s] · slot_bytes (kernels/recurrent.c). */
+enum { FL_CONV_CHANNELS = 64, FL_CONV_TAPS = 64, FL_DELTA_COLUMNS = 64 };
+typedef struct {
+    fl_view x, weight, out; /* [T][C], [C][L], [T][C] */
+    char *state;            /* slots of [L - 1][C] */
+    int64_t slot_bytes, sequences;
+    const int32_t *positions, *query_start, *state_slot;
+} fl_conv;
+typedef struct {
+    fl_view query, key, value, a, b, out; /* [T][J][Dk] twice, [T][H][Dv], [T][H] twice, [T][H][Dv] */
+    char *state;                          /* slots of [H][Dk][Dv] */
+    int64_t slot_bytes;
+    const int32_t *positions, *query_start, *state_slot;
+    const float *a_log, *dt_bias; /* [H] */
+    float eps;
+} fl_delta;
+
 typedef struct {
     const char *name; /* baseline, avx2, avx512, amx */
     const fl_linear_ops *linear;
@@ -110,6 +127,9 @@ typedef struct {
     void (*route_topk)(const fl_route *r, const fl_view *logits, const float *bias, const fl_view *ids, const fl_view *weights,
                        int64_t i0, int64_t i1, void *scratch); /* scratch: 16 bytes for each expert */
     void (*add_weighted)(float *out, const float *y, float weight, int32_t n);
+    void (*short_conv)(const fl_conv *a, int32_t c0, int32_t c1); /* channels of all rows; without the activation */
+    /* one unit: FL_DELTA_COLUMNS columns of a head, all rows of a sequence; scratch: fl_delta_scratch */
+    void (*delta_rule)(const fl_delta *d, int64_t sequence, int32_t head, int32_t column, void *scratch);
 } fl_kernels;
 
 int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim); /* bytes for one thread */

@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "moe.h"
+#include "recurrent.h"
 
 static int64_t resolve(const fl_program *p, int32_t symbol, int64_t fixed) {
     switch (symbol) {
@@ -35,7 +36,7 @@ static int check_pages(const fl_program *p, const fl_check *c, fl_fault *fault) 
             return FL_RUN_QUERY;
         }
     }
-    for (int64_t s = 0; s < p->S; s++) {
+    for (int64_t s = 0; c->context_len && s < p->S; s++) {
         int64_t length = c->context_len[s];
         if (length < 0 || length > c->table_width * c->block_size) {
             *fault = (fl_fault){c->node, s, length, c->table_width * c->block_size};
@@ -319,6 +320,12 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         break;
     case FL_OP_MOE:
         fl_moe_run(p, ins, thread, threads, scratch);
+        break;
+    case FL_OP_SHORT_CONV:
+        fl_short_conv_run(p, ins, thread, threads);
+        break;
+    case FL_OP_DELTA_RULE:
+        fl_delta_rule_run(p, ins, scratch);
         break;
     default:
         break;

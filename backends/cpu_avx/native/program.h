@@ -36,6 +36,8 @@ enum {
     FL_OP_ROUTE_TOPK, /* logits, choose_bias?, ids, weights; i0 k, i1 score, i2 groups, i3 keep_groups, i4 top2sum, i5 renorm; f0 scale */
     FL_OP_MOE,    /* x, ids, weights, out; i0 = address of an fl_moe (moe.h) */
     FL_OP_CONCAT, /* x, y, out */
+    FL_OP_SHORT_CONV, /* x, weight, out; i0 address of the slots, i1 bytes of one; i2 positions, i3 query_start, i4 state_slot; i5 act */
+    FL_OP_DELTA_RULE, /* query, key, value, a, b, out; i0 … i4 as above, i5 a_log, i6 dt_bias; f0 = eps */
     FL_OP_COUNT
 };
 
@@ -62,7 +64,7 @@ enum { FL_CHECK_INDEX, FL_CHECK_SLOT, FL_CHECK_PAGES };
 typedef struct {
     int32_t kind, node, symbol, limit_symbol;
     int64_t rows, limit; /* INDEX: 0 <= p[i] < limit; SLOT: p[i] < limit */
-    const int32_t *p;    /* PAGES: query_start */
+    const int32_t *p;    /* PAGES: query_start, alone if context_len is NULL */
     const int32_t *context_len, *block_table;
     int64_t table_stride, table_width, block_size; /* PAGES: limit is the number of blocks */
 } fl_check;

@@ -1,4 +1,4 @@
-/* Declarations of the kernels of elementwise.c, rows.c, attention.c and moe.c, for the table of their variant. */
+/* Declarations of the kernels of elementwise.c, rows.c, attention.c, moe.c and recurrent.c, for the table of their variant. */
 #ifndef FL_OPS_H
 #define FL_OPS_H
 #include "../kernels.h"
@@ -27,5 +27,7 @@ void FL_NAME(fl_kv_write)(const fl_cache *cache, const fl_view *key, const fl_vi
 void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t sequence, int32_t head, int32_t count, int32_t head0,
                                 int64_t row0, int64_t row1, int64_t range0, int64_t range1, void *scratch);
 void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t sequence, int64_t row, int32_t query_head);
+void FL_NAME(fl_short_conv)(const fl_conv *a, int32_t c0, int32_t c1);
+void FL_NAME(fl_delta_rule)(const fl_delta *d, int64_t sequence, int32_t head, int32_t column, void *scratch);
 
 #endif

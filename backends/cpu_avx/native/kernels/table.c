@@ -26,4 +26,6 @@ const fl_kernels FL_NAME(fl_kernels) = {
     .dequantize = FL_NAME(fl_dequantize),
     .route_topk = FL_NAME(fl_route_topk),
     .add_weighted = FL_NAME(fl_add_weighted),
+    .short_conv = FL_NAME(fl_short_conv),
+    .delta_rule = FL_NAME(fl_delta_rule),
 };
