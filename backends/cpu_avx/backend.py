@@ -263,7 +263,7 @@ class CpuBackend(Backend):
             dims = StepDims(_rows(operands[0]), _rows(operands[4]), 0)
             _check_step_shapes(operands, dims)
         elif name in RECURRENT:
-            dims = StepDims(results[0][0][0], _rows(operands[RECURRENT[name][2]]), 0)
+            dims = StepDims(_rows(outputs[0]), _rows(operands[RECURRENT[name][2]]), 0)
             _check_recurrent_shapes(name, operands, dims)
         elif name == "kv_write" and _rows(operands[3]) != _rows(operands[1]):
             raise ShapeError(f"op 'kv_write' has {_rows(operands[1])} keys but {_rows(operands[3])} slots")
