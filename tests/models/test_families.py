@@ -57,7 +57,7 @@ def test_prefill_and_decode_on_ref_give_the_same_logits(name, source, tiny):
     assert case.error(np.concatenate(rows)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "gemma3", "mixtral"])
 def test_prefill_in_chunks_and_decode_on_cpu_avx_give_the_same_logits(name, tiny):
     case = tiny(name)
     limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)

@@ -41,12 +41,18 @@ class Runner:
         plan = make_plan(model.graph, model.weights, self.files.tensors, backends, Placement.on(backend), LIMITS, fallback="error")
         self.executor = Executor(plan, model.weights, self.files.tensors, backends)
 
-    def logits(self, ids):
+    def logits(self, ids, start=0):
+        """[n, vocabulary]: of tokens at positions start … start + n − 1."""
         n = len(ids)
         rows = np.arange(n, dtype=np.int32)
+        where = rows + np.int32(start)
         table = np.arange(4, dtype=np.int32)[None]
-        batch = StepBatch(np.array(ids, np.int32), rows, rows, np.array([0, n], np.int32), np.array([n], np.int32), table, rows)
+        batch = StepBatch(np.array(ids, np.int32), where, where, np.array([0, n], np.int32), np.array([start + n], np.int32), table, rows)
         return self.executor.run(batch).logits.copy()
+
+    def step(self, position, token):
+        """[1, vocabulary]: a decode step."""
+        return self.logits([token], position)
 
     def logprobs(self, ids):
         """[tokens, vocabulary]: of what may follow each token."""
@@ -132,6 +138,40 @@ def test_opencl_generic_agrees_with_the_reference(name, real_model_path):
             assert wrong_ids(runner, case, 0.5) == [], case["prompt"]
         perplexity = runner.perplexity(reference["perplexity"]["ids"])
     assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=0.015)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_steps_on_opencl_generic_stay_there_and_choose_the_ids_of_cpu_avx(name, real_model_path):
+    """A prompt, then a step for each recorded token, on both. Nothing leaves the device but the logits of a step, in one copy; the ids are the
+    same wherever the reference is sure of them (margin 0.5)."""
+    path, found = real_model_path(name), {}
+    cases = REFERENCE[MODELS[name]]["cases"][:3]
+    for backend in ("cpu_avx", "opencl_generic"):
+        try:
+            runner = Runner(path, backend)
+        except BackendUnavailable as error:
+            pytest.skip(f"{error.message} {error.fix}")
+        with runner:
+            plan, copies = runner.executor.plan, []
+            assert not plan.left
+            assert len(plan.segments) == 1
+            assert not plan.segments[0].copies
+            download = runner.backend.download
+            runner.backend.download = lambda *args, copies=copies, download=download: (copies.append(len(args[0])), download(*args))
+            found[backend], steps = [], 0
+            for case in cases:
+                runner.logits(case["prompt_ids"][:-1])
+                copies.clear()
+                ids = [case["prompt_ids"][-1], *case["greedy_ids"][:-1]]
+                start = len(case["prompt_ids"]) - 1
+                chosen = [int(runner.step(start + i, token)[0].argmax()) for i, token in enumerate(ids)]
+                found[backend].append(chosen)
+                assert len(copies) <= len(ids)
+                assert set(copies) <= {4 * runner.executor.vocab_size}
+    for case, ours, theirs in zip(cases, found["opencl_generic"], found["cpu_avx"], strict=True):
+        sure = [i for i, margin in enumerate(case["greedy_margins"]) if margin >= 0.5]
+        assert len(sure) >= 5
+        assert [ours[i] for i in sure] == [theirs[i] for i in sure] == [case["greedy_ids"][i] for i in sure], case["prompt"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -314,3 +314,19 @@ def test_a_code_that_is_no_number_is_found_by_verify(tmp_path, capsys):
     folder = write_folder(tmp_path / "nan", {**config, "quantization_config": about}, codes)
     assert run_command(["verify", str(folder)]) == 1
     assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "format", "moved"), [("deepseek_v3_fp8_128", "fp8g128", "model.layers.0.mlp.down_proj.weight"), ("gpt_oss_mxfp4", "mxfp4", "model.layers.1.mlp.experts.down_proj")])
+def test_the_fixtures_that_transformers_decoded_stay_coded_here_and_notice_a_scale_of_the_neighbour(name, format, moved, tiny, oracle):
+    case = tiny(name)
+    kept = {case.model.weights[v.name].format(case.files.tensors) for v in case.model.graph.of_kind("weight")}
+    assert format in kept
+    weights = oracle.load_weights(case.model, case.files.tensors)
+    scales = moved + ("_scale_inv" if format == "fp8g128" else "_scales")
+    turned = dict(case.files.tensors)
+    source_of = turned[scales]
+    values = source_of.data.view(np.float32 if format == "fp8g128" else np.uint8).reshape(source_of.shape)
+    turned[scales] = source(scales, np.roll(values, 1, axis=-1), source_of.format)
+    wrong = oracle.load_weights(case.model, turned)
+    assert case.error(oracle.evaluate(case.model.graph, weights, case.ids)) <= 1e-4
+    assert case.error(oracle.evaluate(case.model.graph, wrong, case.ids)) > 1e-2
