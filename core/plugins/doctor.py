@@ -98,6 +98,12 @@ def _ended(returncode: int) -> str:
 
 
 def _with_place(what: str, noise: str) -> str:
-    """Adds the innermost Python frame of the first stack that faulthandler printed."""
-    frame = re.search(r'most recent call first\):\s+File "([^"]+)", line (\d+)', noise)
-    return f"{what}   ({frame[1]}:{frame[2]})" if frame else what
+    """Adds the innermost frame of the first stack that faulthandler printed, of code that is neither Python's own nor this loader's if there is one."""
+    stack = re.search(r'most recent call first\):\n((?:  File .*\n?)+)', noise)
+    if stack is None:
+        return what
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack[1])
+    python, loader = os.path.dirname(os.__file__) + os.sep, os.path.dirname(__file__) + os.sep
+    vendors = [f for f in frames if not f[0].startswith(loader) and (not f[0].startswith(python) or "-packages" in f[0]) and not f[0].startswith("<")]
+    file, line = (vendors or frames)[0]
+    return f"{what}   ({file}:{line})"

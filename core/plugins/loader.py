@@ -233,7 +233,7 @@ def _incompatible(candidate: Candidate, spec: BackendSpec, side: str) -> Backend
     return BackendIncompatible(
         f"{describe(candidate)} is written for operator interface {theirs}; this fastllm has {ours}",
         who=candidate.who,
-        why=f"{'fastllm' if side == 'host' else candidate.source.distribution} is the older side",
+        why=f"{'fastllm' if side == 'host' else candidate.source.distribution} is the older side: interface {theirs} against {ours}",
         fix=command,
         backend=candidate.name,
         api=theirs,

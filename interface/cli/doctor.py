@@ -12,6 +12,8 @@ import click
 
 __all__ = ["doctor_command"]
 
+PROBE_S = 1.0  # what a probe may take
+
 
 @click.command("doctor")
 @click.argument("name", required=False)
@@ -123,7 +125,9 @@ def _show(facts: dict[str, Any]) -> None:
                 click.echo(f"backend {name}: {backend['state']}{reason}{hint}")
                 if backend.get("distribution"):
                     times = f", imported in {1e3 * backend['import_s']:.1f} ms, probed in {1e3 * backend['probe_s']:.1f} ms" if backend["import_s"] else ""
-                    click.echo(f"  from {backend['distribution']} {backend['version']}{times}")
+                    click.echo(f"  from {backend['distribution']} {backend['version']}".rstrip() + times)
+                if backend.get("probe_s", 0.0) > PROBE_S:
+                    click.echo(f"  slow: its probe took {backend['probe_s']:.1f} s of the {PROBE_S:g} s that it may take; every automatic choice of a backend waits for it")
                 for device in backend.get("devices", ()):
                     click.echo(f"  device {device['id']}: {device['name']}")
                 for key, value in backend.get("environment", {}).items():

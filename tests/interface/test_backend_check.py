@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch
     done = run("doctor", "acme", "--plugin", acme(probe="import ctypes; ctypes.string_at(0)"))
     assert done.code == 3
     assert "backend acme: broken – the probe crashed: the process died of SIGSEGV" in done.out
+    assert re.search(r"acme\w*\.py:\d+\)", done.out), "the vendor's line, not that of ctypes"
     child = backend_check.probe_in_child
     monkeypatch.setattr("fastllm.core.plugins.probe_in_child", lambda *a, **k: child(*a, **{**k, "timeout_s": 1.5}))
     done = run("doctor", "acme", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
@@ -122,7 +124,10 @@ def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch
     assert "hung" in json.loads(done.out)["backends"]["acme"]["reason"]
     fine = run("doctor", "acme", "--plugin", acme())
     assert fine.code == 0
-    assert "imported in" in fine.out
+    assert re.search(r"from \S+, imported in \d", fine.out)
+    assert "slow" not in fine.out
+    monkeypatch.setattr("fastllm.cli.doctor.PROBE_S", 0.0)
+    assert "slow: its probe took 0.0 s" in run("doctor", "acme", "--plugin", acme()).out
 
 
 def test_the_doctor_knows_packages_that_get_in_each_others_way(monkeypatch):
