@@ -158,7 +158,7 @@ def test_decode_steps_on_opencl_generic_stay_there_and_choose_the_ids_of_cpu_avx
             assert not plan.segments[0].copies
             download = runner.backend.download
             runner.backend.download = lambda *args, copies=copies, download=download: (copies.append(len(args[0])), download(*args))
-            found[backend], steps = [], 0
+            found[backend] = []
             for case in cases:
                 runner.logits(case["prompt_ids"][:-1])
                 copies.clear()
