@@ -51,9 +51,10 @@ MAX_ASKED: Final = 64  # headers of one preflight
 
 class Visit:
     """What the log and the answer need to know of one request. generation: set by a route that generates. charge: takes so many answers
-    from what the request's key may have, before they begin; raises RateLimited."""
+    from what the request's key may have, before they begin; raises RateLimited. anthropic: errors are worded as Anthropic's."""
 
-    def __init__(self, request_id: str, method: str, path: str):
+    def __init__(self, request_id: str, method: str, path: str, *, anthropic: bool = False):
+        self.anthropic = anthropic
         self.request_id, self.method, self.path = request_id, method, path
         self.started_at = time.monotonic()
         self.status = 0
@@ -61,11 +62,6 @@ class Visit:
         self.code = ""
         self.close = False
         self.charge: Callable[[int], None] = lambda count: None
-
-    @property
-    def anthropic(self) -> bool:
-        """Errors are worded as Anthropic's."""
-        return self.path.startswith("/v1/messages")
 
 
 async def send_json(send: Send, status: int, body: Any, headers: dict[str, str]) -> None:
@@ -106,7 +102,9 @@ class Gate:
         if scope["type"] != "http":
             return
         path, methods = self._route(scope["path"])
-        visit = Visit(self._request_id(scope), scope["method"], path or scope["path"])
+        known = path or scope["path"]
+        theirs = known.startswith("/v1/messages") or (known.startswith("/v1/models") and bool(_values(scope, b"anthropic-version")))
+        visit = Visit(self._request_id(scope), scope["method"], known, anthropic=theirs)
         scope["visit"] = visit
         if path is not None:
             scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}

@@ -132,7 +132,7 @@ def start(model_folder) -> Callable[..., Server]:
         tls: Any = None,
         **settings: Any,
     ) -> Server:
-        chosen = LoadOptions(offline=True, threads=1, **{"backend": "cpu_avx", **(options or {})})
+        chosen = LoadOptions(offline=True, **{"backend": "cpu_avx", "threads": 1, **(options or {})})
         given = {"names": ("tiny", "org/tiny"), "preparers": 1, **settings}
         return Server(ServerSettings(**given), lambda: (before(), load_model(model or model_folder, chosen))[1], wait=wait, tls=tls)
 
