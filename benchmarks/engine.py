@@ -7,6 +7,7 @@ those of `SINGLE`. What a user waits for (start, import, memory) is measured in 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from fastllm.bench import Bench, Row, Spread
 from fastllm.core import _kernels
 from fastllm.core.errors import FastLLMError, UsageError
 from fastllm.loading import LoadOptions, load_model
+
+from .environments import cache_folder
 
 __all__ = ["DEFAULT_CELLS", "SINGLE", "engine_rows", "needs"]
 
@@ -146,8 +149,17 @@ def _python(code: str, *args: str) -> list[str]:
     return [sys.executable, "-c", code, *args]
 
 
+def _environment() -> dict[str, str]:
+    """That of a user: compiled modules are kept, as those of installed packages are. Where the surroundings forbid it, a start would
+    measure Python's compiler: then they are kept in a folder of their own, for all runs."""
+    values = dict(os.environ)
+    if values.pop("PYTHONDONTWRITEBYTECODE", ""):
+        values.setdefault("PYTHONPYCACHEPREFIX", str(cache_folder() / "pycache"))
+    return values
+
+
 def _last_line(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=_environment())
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:] or f"exit code {done.returncode}")
     return done.stdout.strip().splitlines()[-1]
@@ -162,7 +174,7 @@ def first_token(model: str, options: Mapping[str, str], threads: int, repeat: in
     seconds = []
     for _ in range(repeat + 1):
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=_environment()) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             process.stdout.read(1)
@@ -170,7 +182,7 @@ def first_token(model: str, options: Mapping[str, str], threads: int, repeat: in
             error = process.stderr.read().decode(errors="replace")
             if process.wait():
                 raise RuntimeError(error.strip()[-300:])
-    return [Row("command to first token", {}, "s", Spread.of(seconds[1:]))]  # the first run fills the page cache
+    return [Row("command to first token", {}, "s", Spread.of(seconds[1:]))]  # the first run fills the page cache, and compiles modules
 
 
 LOAD = """

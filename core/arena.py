@@ -24,17 +24,17 @@ def pack_lifetimes(lifetimes: Sequence[Lifetime], align: int) -> tuple[dict[str,
     Greedy by size, largest first, at the lowest offset that is free for the whole lifetime (Pisarchyk & Lee 2020, "greedy by
     size"): within a few percent of the peak for layered models.
     """
-    placed: list[tuple[int, int, Lifetime]] = []  # (offset, end, lifetime)
+    placed: list[tuple[int, int, int, int]] = []  # (offset, end, first, last)
     offsets: dict[str, int] = {}
     total = 0
     for life in sorted(lifetimes, key=lambda b: (-b.nbytes, b.first, b.name)):
         size = -(-life.nbytes // align) * align
-        offset = 0
-        for start, end, _ in sorted((p for p in placed if p[2].first <= life.last and life.first <= p[2].last), key=lambda p: p[0]):
+        offset, first, last = 0, life.first, life.last
+        for start, end in sorted([(start, end) for start, end, begun, over in placed if begun <= last and first <= over]):
             if offset + size <= start:
                 break
             offset = max(offset, end)
-        placed.append((offset, offset + size, life))
+        placed.append((offset, offset + size, first, last))
         offsets[life.name] = offset
         total = max(total, offset + size)
     return offsets, total

@@ -127,7 +127,7 @@ class Graph:
             operands = [None if n is None else (self.values[n].shape, self.values[n].dtype) for n in node.inputs]
             specs = [None if n is None else self.values[n].spec for n in node.inputs]
             results = spec.infer(operands, specs, spec.complete_attrs(node.attrs))
-            if len(node.outputs) != len(results) or not set(node.outputs) <= set(self.values):
+            if len(node.outputs) != len(results) or not all(name in self.values for name in node.outputs):
                 raise ShapeError(f"{where}: outputs {', '.join(node.outputs)}; the op gives {len(results)} of the graph's values")
             for name, (shape, dtype) in zip(node.outputs, results, strict=True):
                 value = self.values[name]

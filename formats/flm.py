@@ -46,7 +46,7 @@ SOURCE = "__flm__/source/"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_LAYOUT_NAME = 64
 FILE_NAMES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_gguf.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer.gguf", "tokenizer_gguf.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What `files` may hold."""

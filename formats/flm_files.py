@@ -1,7 +1,7 @@
 """The small files inside an FLM file: tokenizer, template, generation settings, as bytes and back.
 
-A tokenizer that came from GGUF metadata is kept as one JSON object with arrays of numbers typed, because the pieces, scores and types there
-are what the text room builds from; others are kept as the files they were.
+A tokenizer that came from GGUF metadata is kept as such pairs (`gguf_pairs.py`), because the pieces, scores and types there are what the text
+room builds from; others are kept as the files they were. Older files have one JSON object instead of the pairs, with arrays of numbers typed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import ModelFileError
+from .gguf_pairs import pairs_from, pairs_to_bytes
 from .json_text import parse_json
 from .reader import shown
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["files_of", "object_in", "text_in", "tokenizer_fields"]
 
-GGUF_TOKENIZER = "tokenizer_gguf.json"
+GGUF_TOKENIZER = "tokenizer.gguf"
+OLDER_TOKENIZER = "tokenizer_gguf.json"
 ARRAYS = ("|i1", "|u1", "|b1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8")
 
 
@@ -31,7 +33,7 @@ def files_of(files: ModelFiles) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     tokenizer = files.tokenizer
     if tokenizer is not None and tokenizer.kind == "gguf":
-        found[GGUF_TOKENIZER] = _json({key: _typed(value) for key, value in tokenizer.gguf.items()})
+        found[GGUF_TOKENIZER] = pairs_to_bytes(tokenizer.gguf)
     elif tokenizer is not None:
         found["tokenizer.json" if tokenizer.kind == "tokenizer.json" else "tokenizer.model"] = tokenizer.read()
         parts = {"tokenizer_config": tokenizer.config, "special_tokens_map": tokenizer.special_tokens, "added_tokens": tokenizer.added_tokens}
@@ -46,7 +48,9 @@ def files_of(files: ModelFiles) -> dict[str, bytes]:
 def tokenizer_fields(files: Mapping[str, bytes], path: Path) -> dict[str, Any] | None:
     """Arguments of `TokenizerFiles` for the files of an FLM file; None if there is no tokenizer. Raises ModelFileError."""
     if GGUF_TOKENIZER in files:
-        stored = object_in(files, GGUF_TOKENIZER, path)
+        return {"kind": "gguf", "path": path, "gguf": pairs_from(files[GGUF_TOKENIZER], path)}
+    if OLDER_TOKENIZER in files:
+        stored = object_in(files, OLDER_TOKENIZER, path)
         return {"kind": "gguf", "path": path, "gguf": {key: _array(key, value, path) for key, value in stored.items()}}
     for name, kind in (("tokenizer.json", "tokenizer.json"), ("tokenizer.model", "sentencepiece")):
         if name in files:
@@ -76,11 +80,6 @@ def text_in(files: Mapping[str, bytes], name: str, path: Path) -> str | None:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _typed(value: Any) -> Any:
-    """A value of GGUF metadata for JSON: arrays of numbers carry their type."""
-    return {"dtype": value.dtype.str, "values": value.tolist()} if isinstance(value, np.ndarray) else value
 
 
 def _array(key: str, value: Any, path: Path) -> Any:

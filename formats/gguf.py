@@ -25,7 +25,7 @@ from ..core.quant import GGML_TYPES
 from ..core.weights import TensorSource
 from .reader import Cursor, MappedFile, shown
 
-__all__ = ["GGML_LAYOUTS", "GGUFFile", "TensorInfo", "metadata_value", "read_gguf"]
+__all__ = ["GGML_LAYOUTS", "GGUFFile", "TensorInfo", "metadata_value", "read_gguf", "read_pairs"]
 
 _LAYOUT_ROWS = """
 0 F32 1 4; 1 F16 1 2; 2 Q4_0 32 18; 3 Q4_1 32 20; 6 Q5_0 32 22; 7 Q5_1 32 24; 8 Q8_0 32 34; 9 Q8_1 32 36; 10 Q2_K 256 84;
@@ -162,14 +162,23 @@ def _read_one(path: str) -> GGUFFile:
         raise
 
 
-def _parse(file: MappedFile) -> GGUFFile:
-    cur = Cursor(file)
+def read_pairs(file: MappedFile) -> dict[str, Any]:
+    """The metadata pairs alone. Raises as `read_gguf`."""
+    return _head(Cursor(file))[2]
+
+
+def _head(cur: Cursor) -> tuple[int, int, dict[str, Any]]:
+    """(version, number of tensors, pairs); the position is then behind the pairs."""
     if cur.left < 4 or cur.bytes(4, "the magic") != b"GGUF":
-        raise file.wrong_magic("a GGUF file")
+        raise cur.file.wrong_magic("a GGUF file")
     version = _version(cur)
     num_tensors = cur.count("the number of tensors", 24, MAX_TENSORS)
-    num_pairs = cur.count("the number of metadata pairs", 13, MAX_KEYS)
-    metadata = _metadata(cur, num_pairs)
+    return version, num_tensors, _metadata(cur, cur.count("the number of metadata pairs", 13, MAX_KEYS))
+
+
+def _parse(file: MappedFile) -> GGUFFile:
+    cur = Cursor(file)
+    version, num_tensors, metadata = _head(cur)
     alignment = _alignment(file, metadata)
     declared = [_tensor(cur) for _ in range(num_tensors)]
     _check_names(file, declared)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import re
 
 from .wheel import Wheel
@@ -47,35 +46,9 @@ def readable(name: str, text: str) -> str:
     """`text` for a terminal: of a web page only the words of its article."""
     if not name.lower().endswith((".html", ".htm")):
         return text
+    from .page_text import PageText  # its parser takes 3 ms to import, and hardly any licence is a page
+
     article = re.search(r"<article\b.*?</article>", text, re.DOTALL | re.IGNORECASE)
-    reader = _Text()
+    reader = PageText()
     reader.feed(article[0] if article else text)
     return re.sub(r"\s*\n\s*", "\n", "".join(reader.out)).strip() + "\n"
-
-
-class _Text(html.parser.HTMLParser):
-    """The words of a page's article, without its menus and scripts."""
-
-    SKIPPED = frozenset({"script", "style", "nav", "header", "footer", "template", "svg", "devsite-footer-linkboxes"})
-    BLOCKS = frozenset({"p", "div", "li", "h1", "h2", "h3", "h4", "br", "tr", "section", "article"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out: list[str] = []
-        self.skipped = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Counts skipped elements, breaks lines at blocks."""
-        self.skipped += tag in self.SKIPPED
-        if tag in self.BLOCKS:
-            self.out.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        """Leaves a skipped element."""
-        if tag in self.SKIPPED and self.skipped:
-            self.skipped -= 1
-
-    def handle_data(self, data: str) -> None:
-        """Keeps the text."""
-        if not self.skipped:
-            self.out.append(re.sub(r"\s+", " ", data))

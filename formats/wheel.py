@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
-import email.parser
 import hashlib
 import io
 import os
@@ -76,7 +75,9 @@ class Wheel:
 
     def metadata(self) -> dict[str, list[str]]:
         """The headers of METADATA, lower-case name -> values."""
-        message = email.parser.HeaderParser().parsestr(self.text(f"{self._info}/METADATA"))
+        from email.parser import HeaderParser  # 6 ms that only a download needs
+
+        message = HeaderParser().parsestr(self.text(f"{self._info}/METADATA"))
         out: dict[str, list[str]] = {}
         for key, value in message.items():
             out.setdefault(key.lower(), []).append(str(value))

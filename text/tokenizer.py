@@ -48,7 +48,7 @@ class Tokenizer:
         self._tail: tokenizers.Tokenizer | None = None
         self._continued: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
-        self._ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
+        self._ids: dict[str, int] | None = None  # of every piece; made when somebody asks
         self._bytes: dict[int, bytes] = {}
         self._set_added(vocabulary.added)
         self.vocab_size = len(vocabulary.pieces)
@@ -304,6 +304,8 @@ class Tokenizer:
 
     def piece_to_id(self, piece: str) -> int | None:
         """The id of a vocabulary entry, or None."""
+        if self._ids is None:
+            self._ids = {piece: index for index, piece in enumerate(self._pieces)}
         return self._ids.get(piece)
 
 

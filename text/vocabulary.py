@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -146,9 +147,9 @@ def get_strings(metadata: Mapping[str, Any], key: str, limit: int) -> list[str]:
         raise bad(key, value, "it must be a non-empty list of strings")
     if len(value) > limit:
         raise bad(key, len(value), f"at most {limit:,} entries are read")
-    for index, item in enumerate(value):
-        if type(item) is not str or len(item) > MAX_PIECE_CHARS:
-            raise bad(f"{key}[{index}]", item, f"it must be a string of at most {MAX_PIECE_CHARS:,} characters")
+    if {*map(type, value)} != {str} or max(map(len, value)) > MAX_PIECE_CHARS:
+        index, item = next((i, v) for i, v in enumerate(value) if type(v) is not str or len(v) > MAX_PIECE_CHARS)
+        raise bad(f"{key}[{index}]", item, f"it must be a string of at most {MAX_PIECE_CHARS:,} characters")
     return list(value)
 
 
@@ -266,23 +267,37 @@ def _added_by_type(pieces: Sequence[str], types: np.ndarray) -> tuple[list[Added
     return added, frozenset(special)
 
 
-def _byte_level_bpe(
-    pieces: list[str], ids: dict[str, int], merges: list[str], rule: PreRule, types: np.ndarray
-) -> Vocabulary:
-    pairs = []
-    for index, merge in enumerate(merges):
-        cut = merge.find(" ", 1)  # a piece may begin with a blank, a byte-level piece never holds one inside
-        left, right = merge[:cut], merge[cut + 1 :]
-        if cut < 1 or not right or left not in ids or right not in ids or left + right not in ids:
-            raise bad(f"tokenizer.ggml.merges[{index}]", merge, "both parts and their union must be tokens")
-        pairs.append((left, right))
-    model = guarded(lambda: models.BPE(ids, pairs, ignore_merges=rule.whole_words), "the merges cannot be used")
+def _byte_level_bpe(pieces: list[str], ids: dict[str, int], merges: list[str], rule: PreRule, types: np.ndarray) -> Vocabulary:
+    cuts = [merge.find(" ", 1) for merge in merges]  # a piece may begin with a blank, a byte-level piece never holds one inside
+    lefts = [merge[:cut] for merge, cut in zip(merges, cuts, strict=True)]
+    rights = [merge[cut + 1 :] for merge, cut in zip(merges, cuts, strict=True)]
+    known = ids.__contains__
+    if min(cuts) < 1 or not (
+        all(rights) and all(map(known, lefts)) and all(map(known, rights)) and all(map(known, map(add, lefts, rights)))
+    ):
+        raise _bad_merge(merges, ids)
+    model = guarded(
+        lambda: models.BPE(ids, list(zip(lefts, rights, strict=True)), ignore_merges=rule.whole_words),
+        "the merges cannot be used",
+    )
     library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = build_pre_tokenizer(rule)
     if rule.nfc:
         library.normalizer = normalizers.NFC()
     added, special = _added_by_type(pieces, types)
     return Vocabulary(pieces, library, True, added, special)
+
+
+def _bad_merge(merges: Sequence[str], ids: Mapping[str, int]) -> TokenizerError:
+    """The error that names the first merge that cannot be."""
+    index = next(i for i, merge in enumerate(merges) if not _is_merge(merge, ids))
+    return bad(f"tokenizer.ggml.merges[{index}]", merges[index], "both parts and their union must be tokens")
+
+
+def _is_merge(merge: str, ids: Mapping[str, int]) -> bool:
+    head, _, right = merge[1:].partition(" ")
+    left = merge[:1] + head
+    return bool(right) and left in ids and right in ids and left + right in ids
 
 
 # SentencePiece -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Pairs of GGUF metadata inside an FLM file: what goes in comes out, damaged ones are refused, and the older form is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastllm.core.errors import ModelFileError
+from fastllm.formats._strings import read_strings
+from fastllm.formats.flm_files import tokenizer_fields
+from fastllm.formats.gguf_pairs import pairs_from, pairs_to_bytes
+
+PAIRS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["a", "é", "", "日本", "\0"],
+    "tokenizer.ggml.token_type": np.array([1, 3, 6, 1, 1], np.int32),
+    "tokenizer.ggml.scores": np.array([0.5, -1e30, 3, 0, 1], np.float32),
+    "tokenizer.ggml.bos_token_id": 7,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.least": -(2**63),
+    "tokenizer.ggml.most": 2**64 - 1,
+    "tokenizer.ggml.share": 0.1,
+    "tokenizer.ggml.flags": np.array([True, False]),
+    "tokenizer.ggml.nested": [[["x"], []], np.array([1, 2], np.uint8)],
+    "tokenizer.ggml.none": [],
+}
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_pairs_come_back_with_their_types() -> None:
+    found = pairs_from(pairs_to_bytes(PAIRS), "model.flm")
+    assert found.keys() == PAIRS.keys()
+    assert [key for key in PAIRS if not same(PAIRS[key], found[key])] == []
+
+
+def test_pairs_that_are_cut_anywhere_or_lie_are_refused_by_the_name_of_the_whole_file() -> None:
+    raw = pairs_to_bytes(PAIRS)
+    for length in range(len(raw)):
+        with pytest.raises(ModelFileError, match=r"model\.flm"):
+            pairs_from(raw[:length], "model.flm")
+    huge = raw.replace(
+        (5).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"a",
+        (1 << 62).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"a",
+    )
+    assert huge != raw
+    with pytest.raises(ModelFileError, match="hold at most"):
+        pairs_from(huge, "model.flm")
+    with pytest.raises(ModelFileError, match="UTF-8"):
+        pairs_from(raw.replace("é".encode(), b"\xff\xfe"), "model.flm")
+
+
+def test_the_tokenizer_of_an_older_file_is_that_of_a_new_one() -> None:
+    pairs = {key: value for key, value in PAIRS.items() if key not in ("tokenizer.ggml.nested", "tokenizer.ggml.flags")}
+    typed = {key: {"dtype": v.dtype.str, "values": v.tolist()} if isinstance(v, np.ndarray) else v for key, v in pairs.items()}
+    older = tokenizer_fields({"tokenizer_gguf.json": json.dumps(typed).encode()}, Path("model.flm"))
+    newer = tokenizer_fields({"tokenizer.gguf": pairs_to_bytes(pairs)}, Path("model.flm"))
+    assert older is not None
+    assert newer is not None
+    assert older["kind"] == newer["kind"] == "gguf"
+    assert [key for key in pairs if not same(older["gguf"][key], newer["gguf"][key])] == []
+
+
+def test_strings_outside_of_the_data_are_refused() -> None:
+    data = np.frombuffer((1).to_bytes(8, "little") + b"x", np.uint8)
+    assert read_strings(data, 0, 9, 1) == (["x"], 9)
+    assert read_strings(data, 0, 9, 2) == (["x"], 9)
+    assert read_strings(data, 0, 8, 1) == ([], 0)
+    for pos, end in ((-1, 9), (0, 10), (9, 8)):
+        with pytest.raises(ValueError, match="bytes"):
+            read_strings(data, pos, end, 1)
