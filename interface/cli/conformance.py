@@ -11,6 +11,8 @@ import click
 
 __all__ = ["conformance_command"]
 
+MOST_LINES = 20  # of what is wrong with a report
+
 
 @click.group("conformance")
 def conformance_command() -> None:
@@ -150,8 +152,10 @@ def verify_command(report: str, as_json: bool, debug: bool) -> int:
     if as_json:
         click.echo(json.dumps({"report": report, "verified": not wrong, "wrong": wrong}, indent=1))
     else:
-        for line in wrong:
+        for line in wrong[:MOST_LINES]:
             click.echo(escape_controls(line))
+        if len(wrong) > MOST_LINES:
+            click.echo(f"and {len(wrong) - MOST_LINES} more (all with --json)")
         click.echo(f"{report}: {'does not verify' if wrong else 'consistent'}")
     return 1 if wrong else 0
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 
 from fastllm.api import API_VERSION, OPSET, UsageError
+from fastllm.cli.main import run_command
 from fastllm.conformance.case import CaseResult
 from fastllm.conformance.expected import ExpectedFailure, apply_expected
 from fastllm.conformance.levels import SUITE_VERSION, standing
@@ -148,3 +150,15 @@ def test_older_schemas_and_suites_are_named(forged):
     for key, value, match in (("schema", SCHEMA - 1, "schema"), ("suite", SUITE_VERSION - 1, "suite")):
         with pytest.raises(UsageError, match=match):
             verify(forged(lambda b, key=key, value=value: b.update({key: value})))
+
+
+def test_the_command_shows_the_first_faults_and_counts_the_rest(forged, capsys):
+    def all_failed(body):
+        for case in body["cases"]:
+            case["status"] = "failed"
+
+    path = forged(all_failed)
+    assert run_command(["conformance", "verify", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 22
+    assert re.fullmatch(r"and \d+ more \(all with --json\)", lines[20])

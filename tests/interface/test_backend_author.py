@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastllm import scaffold
+from fastllm.api import Unavailable
 from fastllm.core.errors import FastLLMError, UsageError
 from fastllm.scaffold import STYLES, write_backend
 
@@ -141,6 +142,20 @@ def test_new_on_the_command_line(run, tmp_path):
     assert done.code == 0
     assert len(facts["files"]) == len({*facts["files"]}) > 12
     assert run("backend", "new", "acme", "--dir", tmp_path).code == 2
+
+
+def test_the_opencl_style_says_what_its_device_is(tmp_path):
+    """A report of OpenCL on the host's processor must not claim a device."""
+    cl = pytest.importorskip("pyopencl", reason="pyopencl is not installed (pip install 'fastllm-engine[opencl]')")
+    write_backend("acme", "opencl", tmp_path)
+    spec = importlib.util.spec_from_file_location("acme_device", tmp_path / "fastllm-backend-acme" / "src" / "fastllm_backend_acme" / "device.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.find_devices()
+    if isinstance(found, Unavailable):
+        pytest.skip(f"{found.reason}: {found.hint}")
+    types = [d.type for platform in cl.get_platforms() for d in platform.get_devices()]
+    assert [d.kind for d in found] == ["cpu" if t & cl.device_type.CPU else "device" for t in types]
 
 
 def test_a_fault_in_the_first_native_op_is_named_and_the_right_one_counts(acme, fastllm, tmp_path):
