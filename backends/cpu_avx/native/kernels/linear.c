@@ -1,7 +1,8 @@
 /* The linear kernels of one variant: y = x * W^T for packed weights (layouts.h has the layouts and the exact arithmetic).
  *
  * Few rows, "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for four rows; a tile
- * is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed. More rows take the same
+ * is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed, one at a time between the
+ * multiply-adds: in a burst they fill the queue of misses, and what is computed next waits for a place in it. More rows take the same
  * strip again, out of L2, up to the number of rows where unpacking once is quicker (DIRECT_ROWS).
  *
  * Many rows, "prefill": limited by multiply-adds. A chunk of 256 k x 32 outputs is unpacked once to one byte per code, in L1
@@ -19,7 +20,7 @@
 #include "ops.h"
 #include "weights.h"
 
-enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 3072 };
+enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 7168 };
 
 #if FL_LANES == 16
 enum { ROW_BLOCK = MOST_ROWS };
@@ -155,15 +156,19 @@ PART void start_sums(const fl_layout *L, const int R, const int NV, const int ha
 }
 
 /* sum[r][v] += sum of q * x over a tile, or over one half of it for groups of 16, for R rows and NV vectors from v0.
- * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. */
+ * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. ahead: asked for meanwhile, as many
+ * bytes as a packed tile has; NULL: nothing. */
 PART void tile_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
-                    const int v0, const int8_t *x, size_t ldx, vi sum[4][4]) {
-    const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps;
+                    const int v0, const int8_t *x, size_t ldx, vi sum[4][4], const uint8_t *ahead) {
+    const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps, all = (fl_tile_bytes(L) + 63) / 64;
 #define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
+#define ASK(j)                                                                                                                 \
+    if (ahead) UNROLL for (int i = all * (j) / 8; i < all * ((j) + 1) / 8; i++) __builtin_prefetch(ahead + 64 * i, 0, 3)
 #if FL_WIDEN
     if (L->is_signed) {
         UNROLL for (int j = first; j < first + steps; j++) {
             vb w[4], m[4];
+            ASK(j);
             UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v), m[v] = vb_abs(w[v]);
             UNROLL for (int r = 0; r < R; r++) {
                 const vb xs = vb_bcast4(x + r * ldx + 4 * j);
@@ -178,6 +183,7 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
         vi part[4][4];
         UNROLL for (int j = f; j < f + flush; j++) {
             vb w[4];
+            ASK(j);
             UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
             UNROLL for (int r = 0; r < R; r++) {
                 const vb xs = vb_bcast4(x + r * ldx + 4 * j);
@@ -193,6 +199,7 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
 #else
     UNROLL for (int j = first; j < first + steps; j++) {
         vb w[4];
+        ASK(j);
         UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
         UNROLL for (int r = 0; r < R; r++) {
             const vb xs = vb_bcast4(x + r * ldx + 4 * j);
@@ -201,13 +208,14 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
     }
 #endif
 #undef WEIGHTS
+#undef ASK
 }
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
-/* out[r] = sums of R rows from row0 on, of one strip. ahead, lines: what each tile asks for; the whole strip is read once for 4 rows, so
- * with more rows the reading of the next one is spread over all passes. */
-KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_acts *a, int row0, int strip,
+/* out[r] = sums of R rows from row0 on, of one strip. alone: they are all rows, or the last ones, and each tile asks for the one PREFETCH
+ * ahead of it. Else the strip is read again out of L2, and each tile asks for `lines` of the next strip, from `ahead` on. */
+KERNEL void decode(const int layout, const int R, const int alone, const fl_weight *w, const fl_acts *a, int row0, int strip,
                    float (*out)[FL_STRIP], const uint8_t *ahead, int lines) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const int NV = R == 1 ? MOST_VECTORS : 2, tile_bytes = fl_tile_bytes(L);
@@ -223,6 +231,7 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
         const uint8_t *head = p;
         float dm[2 * FL_STRIP];
         convert_head(L, head, dm);
+        if (alone) UNROLL for (int at = 0; at < L->head; at += 64) __builtin_prefetch(head + PREFETCH + at, 0, 3);
         p += L->head;
         for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
             UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
@@ -230,13 +239,10 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
                 start_sums(L, R, NV, half, record, ldr, sum);
                 for (int i = 0; i < group; i++) {
                     const uint8_t *tile = p + i * tile_bytes;
-                    if (half == 0 && v0 == 0) {
-                        if (lines)
-                            for (int at = 0; at < lines; at++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-                        else
-                            UNROLL for (int at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + PREFETCH + at, 0, 3);
-                    }
-                    tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum);
+                    if (!alone && half == 0 && v0 == 0)
+                        for (int at = 0; at < lines; at++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                    tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum,
+                              alone && v0 == 0 ? tile + PREFETCH : NULL);
                 }
                 UNROLL for (int v = 0; v < NV; v++) {
                     vf sw, mw;
@@ -257,19 +263,21 @@ KERNEL void decode(const int layout, const int R, const fl_weight *w, const fl_a
 KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip,
                         float (*out)[FL_STRIP]) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const int passes = (rows + 3) / 4, tiles = w->K / FL_TILE_K;
+    const int passes = rows / 4, tiles = w->K / FL_TILE_K;
     const size_t bytes = fl_strip_bytes(L, w->K);
-    const int lines = passes == 1 ? 0 : (int)((bytes / 64 + (size_t)(passes * tiles) - 1) / (size_t)(passes * tiles));
+    const int lines = passes ? (int)((bytes / 64 + (size_t)(passes * tiles) - 1) / (size_t)(passes * tiles)) : 0;
     const uint8_t *ahead = w->data + (size_t)(strip + 1) * bytes;
     for (int r = 0; r < rows; r += 4, ahead += 64 * lines * tiles) {
         const int left = rows - r;
-        if (left >= 4) decode(layout, 4, w, a, row0 + r, strip, out + r, ahead, lines);
+        if (left > 4 || (left == 4 && passes > 1)) decode(layout, 4, 0, w, a, row0 + r, strip, out + r, ahead, lines);
+        else if (left == 4)
+            decode(layout, 4, 1, w, a, row0 + r, strip, out + r, NULL, 0);
         else if (left == 3)
-            decode(layout, 3, w, a, row0 + r, strip, out + r, ahead, lines);
+            decode(layout, 3, 1, w, a, row0 + r, strip, out + r, NULL, 0);
         else if (left == 2)
-            decode(layout, 2, w, a, row0 + r, strip, out + r, ahead, lines);
+            decode(layout, 2, 1, w, a, row0 + r, strip, out + r, NULL, 0);
         else
-            decode(layout, 1, w, a, row0 + r, strip, out + r, ahead, lines);
+            decode(layout, 1, 1, w, a, row0 + r, strip, out + r, NULL, 0);
     }
 }
 
@@ -294,10 +302,10 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chu
                 const fl_group *first = record + t / group;
                 vi sum[4][4];
                 start_sums(L, R, NV, half, first, ldr, sum);
-                if (group == 1) tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum);
+                if (group == 1) tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum, NULL);
                 else /* without this case, compilers keep the sums of the loop in memory */
                     for (int i = t; i < t + group; i++)
-                        tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum);
+                        tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum, NULL);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
                     const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
