@@ -91,3 +91,33 @@ def test_the_systemd_unit_is_one(tmp_path):
     ours = [line for line in done.stderr.splitlines() if "fastllm" in line]
     assert not ours, done.stderr
     assert "Restart=on-failure" in unit
+
+
+def instructions(recipe):
+    """[(instruction, arguments)] of a Dockerfile; of those in JSON the list."""
+    lines = re.sub(r"\\\n\s*", " ", recipe).splitlines()
+    found = [line.split(" ", 1) for line in lines if line.strip() and not line.startswith("#")]
+    return [(name, json.loads(rest) if rest.startswith("[") else rest) for name, rest in found]
+
+
+def test_the_container_runs_what_its_recipe_says(served, model_folder, tmp_path):
+    """Entry point and command of the recipe, as they stand there, with the model and the keys in place of the volumes'. The image itself is built by
+    scripts/check_container.py, which needs a tool for images."""
+    steps = instructions(block("In a container"))
+    assert {name for name, _ in steps} == {"FROM", "RUN", "COPY", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+    last = dict(steps)
+    assert (last["USER"], last["EXPOSE"]) == ("fastllm", "8000")
+    assert [rest for name, rest in steps if name == "RUN"][-1].endswith(" fastllm")  # the user is there before it is named
+    program, *words = [*last["ENTRYPOINT"], *last["CMD"]]
+    keys = tmp_path / "keys"
+    keys.write_text("correct-horse-1\n")
+    places = {"/models/model.gguf": str(model_folder), "/run/secrets/keys": str(keys)}
+    assert program == "fastllm"
+    assert set(places) <= set(words)
+    server = served(form=[places.get(word, word) for word in words], model=False)
+    port = server.url.rpartition(":")[2]
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        assert http.get("/ready").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, headers=KEY).status_code == 200
+    assert server.end() == 0
