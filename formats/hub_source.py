@@ -11,10 +11,12 @@ import contextlib
 import difflib
 import errno
 import os
+import queue
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from .cache import CachedModel, Hooks, check_space, disk_errors
 from .json_text import read_json
 from .reader import shown
 
-__all__ = ["Repo", "cached_repos", "needed_files", "parse_repo", "resolve_repo"]
+__all__ = ["FetchOptions", "Repo", "cached_repos", "needed_files", "parse_repo", "resolve_repo"]
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = frozenset(
@@ -54,6 +56,23 @@ class Repo:
         return _hub_cache(cache_dir) / f"models--{self.id.replace('/', '--')}"
 
 
+@dataclass(frozen=True)
+class FetchOptions:
+    """How files are fetched. include, exclude: patterns (`*.gguf`) of the repository's files, in place of those that the model needs, and
+    not those; local_dir: a folder to put them in, in place of the cache; token: of the hub; jobs: files at the same time."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    local_dir: Path | None = None
+    token: str | None = None
+    jobs: int = 4
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it is not simply the model."""
+        return bool(self.include or self.exclude)
+
+
 def parse_repo(text: str, revision: str | None = None) -> Repo:
     """`ORG/NAME[@REV][:FILE]`; `revision` is the same as @REV. Raises UsageError."""
     match = re.fullmatch(r"(?P<id>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<rev>[\w./-]{1,128}))?(:(?P<file>[\w ./+-]{1,255}))?", text)
@@ -76,14 +95,15 @@ def resolve_repo(
     cache_dir: str | os.PathLike[str] | None = None,
     refresh: bool = False,
     hooks: Hooks | None = None,
+    how: FetchOptions | None = None,
 ) -> Path:
-    """The folder (or GGUF file) of the repository in the hub cache; fetched if it is not there.
+    """The folder (or GGUF file) of the repository in the hub cache, or in `how.local_dir`; fetched if it is not there.
 
     Raises ModelNotFound (no such repository, revision or file), UsageError (several GGUF files and none named),
     UnsupportedError (only pickled weights), DownloadError.
     """
-    hooks = hooks or Hooks()
-    found = None if refresh and not offline else _cached(repo, cache_dir, hooks)
+    hooks, how = hooks or Hooks(), how or FetchOptions()
+    found = None if (refresh and not offline) or how.chooses or how.local_dir is not None else _cached(repo, cache_dir, hooks)
     if found is not None:
         return found
     if offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
@@ -93,7 +113,18 @@ def resolve_repo(
             why="FASTLLM_OFFLINE or HF_HUB_OFFLINE is set, or --offline was given",
             fix=f"once with network: fastllm download {repo.label}",
         )
-    return _fetch(repo, cache_dir, hooks)
+    return _fetch(repo, cache_dir, hooks, how)
+
+
+def chosen_files(repo: Repo, names: Iterable[str], how: FetchOptions) -> list[str]:
+    """The files to fetch, under the patterns. Raises as `needed_files`, and UsageError for patterns that leave nothing."""
+    kept = [n for n in names if not any(fnmatchcase(n, p) for p in how.exclude)]
+    if not how.include:
+        return needed_files(repo, kept)
+    found = [n for n in kept if any(fnmatchcase(n, p) for p in how.include)]
+    if not found:
+        raise UsageError(f"no file of {repo.id} matches {', '.join(how.include)}", who=repo.label, why=f"it has {', '.join(kept[:12])}", fix="name other patterns")
+    return found
 
 
 def needed_files(repo: Repo, names: Iterable[str]) -> list[str]:
@@ -252,39 +283,48 @@ def _is_shard(name: str) -> bool:
 # Download --------------------------------------------------------------------------------------------------------------
 
 
-def _fetch(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hooks) -> Path:
+def _fetch(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hooks, how: FetchOptions) -> Path:
     import huggingface_hub
 
     cache, folder = _hub_cache(cache_dir), repo.folder(cache_dir)
     with _hub_errors(repo, cache):
-        info = huggingface_hub.HfApi().model_info(repo.id, revision=repo.revision, files_metadata=True)
+        info = huggingface_hub.HfApi(token=how.token).model_info(repo.id, revision=repo.revision, files_metadata=True)
     sizes: dict[str, int] = {s.rfilename: int(s.size or 0) for s in info.siblings or []}
     commit = str(info.sha)
-    names = needed_files(repo, sizes)
-    snapshot = folder / "snapshots" / commit
-    missing = [n for n in names if not (snapshot / n).exists()]
-    with disk_errors("the hub's cache", cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    check_space(cache, sum(sizes[n] for n in missing), repo.label)
-    done, total = 0, sum(sizes[n] for n in missing)
-    for name in missing:
-        with _hub_errors(repo, cache, sizes[name]), _watched(folder / "blobs", done, total, name, hooks), _quiet():
-            path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, cache_dir=str(cache)))
+    names = chosen_files(repo, sizes, how)
+    local = how.local_dir
+    snapshot = folder / "snapshots" / commit if local is None else local
+    place, parts = (cache, folder / "blobs") if local is None else (local, local / ".cache" / "huggingface" / "download")
+    missing = [n for n in names if local is not None or not (snapshot / n).exists()]
+    with disk_errors("the folder for the files", place):
+        place.mkdir(parents=True, exist_ok=True)
+    check_space(place, sum(sizes[n] for n in missing if not (snapshot / n).exists()), repo.label)
+    total = sum(sizes[n] for n in missing)
+    where: dict[str, Any] = {"cache_dir": str(cache)} if local is None else {"local_dir": str(local)}
+
+    def fetch(name: str) -> int:
+        with _hub_errors(repo, place, sizes[name]):
+            path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, token=how.token, **where))
         if sizes[name] and path.stat().st_size != sizes[name]:
             got = path.stat().st_size
             os.unlink(path.resolve())
             raise DownloadError(
                 f"{name} has {got} bytes, the hub says {sizes[name]}", who=repo.label, fix="try again: what came was removed"
             )
-        done += sizes[name]
-        hooks.progress(done, total, name)
+        return sizes[name]
+
+    done = [0]  # bytes of whole files
+    with _quiet(), _watched(parts, done, total, repo.file or repo.id, hooks):
+        for name, size in _at_once(fetch, missing, how.jobs):
+            done[0] += size
+            hooks.progress(done[0], total, name)
     for name in names:
         if name.upper().startswith(("LICEN", "NOTICE", "USE_")):
             with contextlib.suppress(OSError):
                 hooks.licence(f"{repo.id}: {name}", (snapshot / name).read_text("utf-8", "replace"))
-    if not COMMIT.fullmatch(repo.revision):
+    if local is None and not COMMIT.fullmatch(repo.revision):
         _write_ref(folder / "refs" / repo.revision, commit)
-    gguf = names[0].endswith(".gguf")
+    gguf = names[0].endswith(".gguf") and (not how.include or len(names) == 1)
     return snapshot / names[0] if gguf else snapshot
 
 
@@ -297,16 +337,46 @@ def _write_ref(path: Path, commit: str) -> None:
         part.replace(path)
 
 
+def _at_once(fetch: Callable[[str], int], names: list[str], jobs: int) -> Iterator[tuple[str, int]]:
+    """(name, fetch(name)) of each, so many at the same time, as they end; raises the first error. In daemon threads: whoever is
+    interrupted, or has seen an error, does not wait for the rest."""
+    if jobs == 1 or len(names) < 2:
+        yield from ((name, fetch(name)) for name in names)
+        return
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[str, int | BaseException]] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name = waiting.get_nowait()
+                try:
+                    ended.put((name, fetch(name)))
+                except BaseException as error:
+                    ended.put((name, error))
+                    return
+
+    for _ in range(min(jobs, len(names))):
+        threading.Thread(target=work, name="fastllm-download", daemon=True).start()
+    for _ in names:
+        name, result = ended.get()
+        if isinstance(result, BaseException):
+            raise result
+        yield name, result
+
+
 @contextlib.contextmanager
-def _watched(blobs: Path, done: int, total: int, label: str, hooks: Hooks) -> Iterator[None]:
-    """Calls progress five times a second from a thread, by the size of the file that grows in the cache."""
+def _watched(blobs: Path, done: list[int], total: int, label: str, hooks: Hooks) -> Iterator[None]:
+    """Calls progress five times a second from a thread, by the sizes of the files that grow below a folder. done: [bytes of whole files]."""
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.2):
             with contextlib.suppress(OSError):
-                growing = max((p.stat().st_size for p in blobs.glob("*.incomplete")), default=0)
-                hooks.progress(min(done + growing, total), total, label)
+                growing = sum(p.stat().st_size for p in blobs.rglob("*.incomplete"))
+                hooks.progress(min(done[0] + growing, total), total, label)
 
     thread = threading.Thread(target=watch, name="fastllm-download-progress", daemon=True)
     thread.start()

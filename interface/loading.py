@@ -79,7 +79,9 @@ class LoadOptions:
     texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
     int8 (32, 64, 128 or 256); no_quant_layer: regular expression, weights whose name matches keep their type; dtype_config: file with
-    rules for single weights, as of `fastllm convert`; allow_requantize: quantise weights again that are quantised already;
+    rules for single weights, as of `fastllm convert`; moe_dtype: the type of routed experts; allow_requantize: quantise weights again that are quantised already;
+    chat_template: file with a template in place of the model's; tokenizer_from: folder or hub id whose tokenizer, template and sampling defaults are used;
+    lora: folders of adapters that are merged into the weights; cache_dir: folder for fetched models; verify: check the model as `fastllm verify` before it is loaded;
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; self_test: False opens a backend
     without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file: a plugins.toml with
     defaults for backends; plugin_paths: backends in Python files; offline: no network; verbose:
@@ -104,6 +106,12 @@ class LoadOptions:
     group_size: int = 128
     no_quant_layer: str | None = None
     dtype_config: Path | None = None
+    moe_dtype: str | None = None
+    chat_template: Path | None = None
+    tokenizer_from: str | None = None
+    lora: tuple[Path, ...] = ()
+    cache_dir: Path | None = None
+    verify: bool = False
     allow_requantize: bool = False
     prefix_cache: bool = True
     strict: bool = False
@@ -139,6 +147,7 @@ class LoadOptions:
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType), "self_test": (bool, NoneType)}
+        kinds |= {"moe_dtype": (str, NoneType), "tokenizer_from": (str, os.PathLike, NoneType), "lora": (list, tuple), "verify": (bool,)}
         kinds |= {"dtype": (str, NoneType), "no_quant_layer": (str, NoneType), "allow_requantize": (bool,)}
         kinds |= {"prefix_cache": (bool,), "strict": (bool,), "verbose": (bool,), "embedding": (bool,), "plugin_paths": (list, tuple)}
         for name, allowed in kinds.items():
@@ -151,13 +160,18 @@ class LoadOptions:
             "plugin_paths": all(isinstance(p, str | os.PathLike) for p in self.plugin_paths),
             "plugins_file": self.plugins_file is None or isinstance(self.plugins_file, str | os.PathLike),
             "dtype_config": self.dtype_config is None or isinstance(self.dtype_config, str | os.PathLike),
+            "chat_template": self.chat_template is None or isinstance(self.chat_template, str | os.PathLike),
+            "cache_dir": self.cache_dir is None or isinstance(self.cache_dir, str | os.PathLike),
+            "lora": all(isinstance(p, str | os.PathLike) for p in self.lora),
             "progress": callable(self.progress),
             "message": callable(self.message),
             "licence": self.licence is None or callable(self.licence),
         }
         for name, fits in right.items():
             if not fits:
-                needed = {"backend_options": "a dict of texts", "plugin_paths": "a list of paths", "plugins_file": "a path", "dtype_config": "a path"}.get(name, "a function")
+                functions = {"progress", "message", "licence"}
+                lists = {"backend_options": "a dict of texts", "plugin_paths": "a list of paths", "lora": "a list of paths"}
+                needed = "a function" if name in functions else lists.get(name, "a path")
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {needed}", fix=f"leave {name} out, or give another value")
 
 
@@ -231,18 +245,34 @@ def close_all(*calls: Callable[[], None]) -> None:
 def open_files(model: str | os.PathLike[str], options: LoadOptions) -> ModelFiles:
     """Finds (fetching it if need be) and opens a model's files. Raises ModelNotFound, DownloadError, ModelFileError."""
     from .formats import open_model
-    from .formats.sources import resolve
+    from .formats.model_files import read_template, read_text_side
 
     if not isinstance(model, str | os.PathLike):
         raise UsageError(f"the model is {model!r}; it must be a name or a path", fix="name a .gguf file, a folder or a model")
-    path = resolve(
+    files = open_model(resolved(model, options))
+    try:
+        if options.tokenizer_from is not None:
+            files.tokenizer, files.chat_template, files.generation_config = read_text_side(resolved(options.tokenizer_from, options))
+        if options.chat_template is not None:
+            files.chat_template = read_template(Path(options.chat_template))
+    except BaseException:
+        files.close()
+        raise
+    return files
+
+
+def resolved(model: str | os.PathLike[str], options: LoadOptions) -> Path:
+    """The path of a model, which is fetched if it is not here. Raises ModelNotFound, DownloadError."""
+    from .formats.sources import resolve
+
+    return resolve(
         os.fspath(model),
         offline=options.offline,
         progress=lambda done, total, label: options.progress(f"download {label}", done, total),
         notice=options.message,
         licence=options.licence,
+        cache_dir=options.cache_dir,
     )
-    return open_model(path)
 
 
 def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan:
@@ -259,6 +289,10 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)
     try:
+        if options.verify:
+            from .verify import verify_model
+
+            verify_model(files, options.progress)
         definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready, embedding=options.embedding)
         definition = with_dtype(definition, files, options)
         if options.kv_dtype is not None:
@@ -308,12 +342,12 @@ def _open_helpers(registry: BackendRegistry, chosen: str, backends: dict[str, Ba
 
 def with_dtype(definition: ModelDef, files: ModelFiles, options: LoadOptions) -> ModelDef:
     """The model with the conversions that the options ask for. Raises UsageError for rules that cannot be followed."""
-    if options.dtype is None and options.dtype_config is None and options.no_quant_layer is None:
+    if options.dtype is None and options.dtype_config is None and options.no_quant_layer is None and options.moe_dtype is None:
         return definition
     from .convert import requantised
-    from .formats.quant_rules import QuantRules, read_rules
+    from .formats.quant_rules import QuantRules, listed_rules
 
-    listed = () if options.dtype_config is None else read_rules(Path(options.dtype_config))
+    listed = listed_rules(options.dtype_config, options.moe_dtype)
     rules = QuantRules(options.dtype, options.group_size, options.no_quant_layer, listed, options.allow_requantize)
     changed, notes = requantised(definition, files.stored, rules)
     for line in notes:

@@ -134,13 +134,16 @@ def commands() -> list[tuple[str, click.Command]]:
 
 def option_names() -> set[str]:
     """Every option that a command takes, as it is typed."""
-    return {o for _, c in commands() for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")} | {"--help", "-h", "--version"}
+    from fastllm.cli.old_flags import OLD_FLAGS
+
+    own = {o for _, c in commands() for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")}
+    return own | {name.rstrip("*-") for row in OLD_FLAGS for name in row.names} | {"--help", "-h", "--version", "--http-mode"}
 
 
 def command_options(name: str, beside: str = "") -> str:
     """The table of one command's arguments and options, without those that another one has, too."""
     rows = []
-    known = {p.name for p in dict(commands())[beside].params} if beside else set()
+    known = {p.name for p in dict(commands())[beside].params} if beside else {"config_file", "model_flag"}  # every command has them
     for parameter in dict(commands())[name].params:
         if parameter.name in known:
             continue
@@ -150,7 +153,8 @@ def command_options(name: str, beside: str = "") -> str:
             rows.append((f"`{names}{_metavar(parameter)}`", f"{parameter.help or ''}{default}"))
         else:
             metavar = (parameter.metavar or parameter.name or "").upper()
-            rows.append((f"`{metavar}`", "needed" if parameter.required else "may be left out"))
+            needed = parameter.required or getattr(parameter, "needed", False)
+            rows.append((f"`{metavar.strip('[]')}`", "needed" if needed else "may be left out"))
     return table(("option", "meaning"), rows)
 
 
@@ -167,6 +171,32 @@ def _metavar(option: click.Option) -> str:
         letter = "N" if isinstance(kind, click.IntRange) else "X"
         return f" {letter} ({kind.min}…{'' if kind.max is None else kind.max})"
     return " FILE" if isinstance(kind, click.Path) else " N" if kind is click.INT else " TEXT"
+
+
+def old_flags() -> str:
+    """The flags of ftllm, and what happens to each."""
+    from fastllm.cli.old_flags import OLD_FLAGS
+
+    rows = []
+    for row in OLD_FLAGS:
+        names = ", ".join(f"`{name}`" for name in row.names)
+        if row.kind == "same":
+            what = f"same{f'; {row.text}' if row.text else ''}"
+        elif row.kind == "new":
+            form = f" {row.form.format('N')}" if row.form != "{}" else ""
+            words = ", ".join(f"{old} is {new}" for old, new in row.values.items())
+            what = f"`{row.text}{form}`{f' ({words})' if words else ''}"
+        else:
+            what = f"{'no effect' if row.kind == 'note' else f'refused with exit code {row.exit_code}'}: {row.text}"
+        rows.append((names, what))
+    return table(("ftllm", "here"), rows)
+
+
+def old_commands() -> str:
+    """Commands of ftllm that are not here."""
+    from fastllm.cli.old_flags import OLD_COMMANDS
+
+    return table(("ftllm", "here"), [(f"`{name}`", way) for name, way in OLD_COMMANDS.items()])
 
 
 def command_list() -> str:
@@ -455,7 +485,7 @@ def calibration() -> str:
 
 
 COMMANDS = (
-    "run", "server", "bench.model", "bench.serve", "convert", "verify", "download", "list", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
+    "run", "server", "bench.model", "bench.serve", "convert", "verify", "download", "list", "show", "inspect", "plan", "doctor", "backends.list", "backends.show", "backends.new", "backends.status",
     "backends.check", "conformance.publish",
     "conformance.run", "conformance.list", "conformance.verify", "conformance.self-test", "conformance.calibrate",
 )  # fmt: skip
@@ -478,6 +508,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "aliases": aliases,
     "pre-tokenizers": pre_tokenizers,
     "commands": command_list,
+    "old-flags": old_flags,
+    "old-commands": old_commands,
     "exit-codes": exit_codes,
     "errors": errors,
     "routes": routes,
@@ -502,6 +534,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
     "options.webui": partial(command_options, "webui", beside="server"),
+    "options.dump-config": partial(command_options, "dump-config", beside="server"),
 }
 """Name of a part -> the function that makes it."""
 

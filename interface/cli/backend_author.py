@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .command import Command, model_argument
 from .options import load_options, model_options
 
 __all__ = ["check_backend", "new_backend", "show_status"]
@@ -15,7 +16,7 @@ __all__ = ["check_backend", "new_backend", "show_status"]
 STYLES = ("numpy", "cython", "cupy", "opencl")  # of fastllm.scaffold, which `--help` does not import
 
 
-@click.command("new")
+@click.command("new", cls=Command)
 @click.argument("vendor")
 @click.option("--style", type=click.Choice(STYLES), default="numpy", show_default=True, help="What the kernels will be written in.")
 @click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Folder to write into.  [default: this one]")
@@ -39,9 +40,9 @@ def new_backend(vendor: str, style: str, folder: Path, as_json: bool) -> None:
     click.echo(escape_controls(f"next: cd {target} && pip install -e '.{extra}' && fastllm conformance run --backend {vendor} --level bronze"))
 
 
-@click.command("status")
+@click.command("status", cls=Command)
 @click.argument("name")
-@click.argument("model", required=False)
+@model_argument()
 @click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Decode steps to measure.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
@@ -55,11 +56,11 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
     from ..loading import DEFAULT_MODEL
     from .terminal import Reporter, escape_controls
 
-    if values.pop("backend"):
+    if values.pop("backend") or values.pop("device"):
         raise click.UsageError("the backend is the first argument: fastllm backend status NAME")
-    with Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
+    with Reporter.of(values, silent=values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
-        options = load_options({**values, "backend": name, "fallback": values["fallback"] or "allow"}, max_batch_size=1, **callbacks)
+        options = load_options({**values, "backend": name, "fallback": values["fallback"] or "allow", "max_batch_size": values["max_batch_size"] or 1}, **callbacks)
         status = backend_status(name.partition(":")[0], model or DEFAULT_MODEL, options, steps)
         reporter.stop()
     if values["as_json"]:
@@ -77,7 +78,7 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
     click.echo(f"copied between devices: {status.copy_bytes_per_token:,} bytes per token")
 
 
-@click.command("check")
+@click.command("check", cls=Command)
 @click.argument("name", metavar="NAME[:DEVICE]")
 @click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated.")
 @click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")

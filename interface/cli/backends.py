@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from .backend_author import check_backend, new_backend, show_status
+from .command import Group
 
 __all__ = ["backends_command"]
 
@@ -27,7 +28,7 @@ def _options(command: Any) -> Any:
     return command
 
 
-@click.group("backends", invoke_without_command=True)
+@click.group("backends", cls=Group, invoke_without_command=True)
 @click.pass_context
 def backends_command(context: click.Context) -> None:
     """List backends, show one, or write one.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .collector import collector_at_rest
-from .options import load_options, model_options, verbose_option
+from .command import Command, model_argument
+from .options import load_options, model_options
 
 if TYPE_CHECKING:
     from ..bench import Bench, Row
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["model_command"]
 
 
-@click.command("model")
-@click.argument("model", required=False)
+@click.command("model", cls=Command)
+@model_argument()
 @click.option("--input-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt, and context of the second decode.")
 @click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True, help="Steps of each decode.")
-@click.option("--batch", type=click.IntRange(2), multiple=True, help="Streams that decode together; may be repeated.  [default: 8]")
+@click.option("--batch", type=click.IntRange(1), multiple=True, help="Streams that decode together; may be repeated. One is always measured.  [default: 8]")
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds before anything counts.")
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each line.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
-@verbose_option
 def model_command(model: str | None, **values: Any) -> None:
     """Measure prompt and answer speed of MODEL, with random tokens.
 
@@ -41,15 +41,20 @@ def model_command(model: str | None, **values: Any) -> None:
     from ..loading import DEFAULT_MODEL, load_model
     from .terminal import Reporter
 
-    streams = sorted(set(values["batch"] or (8,)))
+    streams = sorted(set(values["batch"] or (values["max_batch_size"] or 8,)) - {1})
+    most = max(streams, default=1)
+    if most > (values["max_batch_size"] or most):
+        raise click.UsageError(f"--batch {most} is more than --max-batch-size {values['max_batch_size']}")
     room = values["input_tokens"] + values["output_tokens"] + 1
     own = 16 + values["output_tokens"] + 1  # of a stream in a batch
     values["ctx"] = values["ctx"] or max(room, own, 64)
     # The prompt of a context stays beside new prompts; a stream is admitted if there is a spare block for it and every other.
-    blocks = 2 * -(-room // 64) + streams[-1] * (1 + -(-own // 64))
-    with collector_at_rest(), Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
+    blocks = 2 * -(-room // 64) + most * (1 + -(-own // 64))
+    with collector_at_rest(), Reporter.of(values, silent=values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
-        size = {"max_batch_size": streams[-1], "kv_cache_tokens": max(64 * blocks, values["ctx"])}
+        size: dict[str, Any] = {"max_batch_size": values["max_batch_size"] or most}
+        if values["kv_cache_size"] is None:
+            size["kv_cache_tokens"] = max(64 * blocks, values["ctx"])
         loaded = load_model(model or DEFAULT_MODEL, load_options(values, **size, **callbacks))
     try:
         bench = Bench(loaded)

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from .command import Command
+
 __all__ = ["Sample", "percentile", "run_load", "serve_command", "summary"]
 
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
@@ -184,7 +186,7 @@ def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
     }
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @click.argument("url")
 @click.option("--clients", "-c", type=click.IntRange(1, 4096), default=8, help="Clients that send one request after the other.  [default: 8]")
 @click.option("--rate", type=click.FloatRange(0.001), help="Instead of clients: requests a second, at random times.")

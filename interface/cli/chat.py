@@ -11,13 +11,14 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ContextOverflow, FastLLMError, InvalidRequest, UsageError
+from ..core.errors import ContextOverflow, FastLLMError, UsageError
 from . import signals
+from .chat_commands import COMMANDS, SETTABLE
+from .chat_context import make_room
 from .terminal import say, stats_line, write_answer
 
 if TYPE_CHECKING:
@@ -29,40 +30,54 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat"]
 
-SETTABLE = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "seed": int,
-}
 NEARLY_FULL = 0.9  # of the context: from here on every turn says so
 
 
 class Chat:
     """One conversation. `run` reads until the user leaves and returns the exit code."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, raw: bool, quiet: bool, history: bool):
+    def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, raw: bool, quiet: bool, history: bool, switches: Mapping[str, Any] | None = None, load: Callable[[str], LLM] | None = None):
+        """switches: variables of the template; load: opens another model for `/model`."""
         self.llm, self.params, self.system, self.quiet = llm, params, system, quiet
-        self.raw = raw or llm.loaded.template is None
-        if self.raw and not raw:
-            say("this model has no chat template: what you type is continued as it is")
+        self.switches = dict(switches or {})
+        self._asked_raw = raw
+        self.raw = self._is_raw()
         self.messages: list[dict[str, str]] = []
         self.last: Timings | None = None
-        self._commands: dict[str, tuple[str, Callable[[str], bool | None]]] = {
-            "/help": ("this list", self._help),
-            "/clear": ("forget the conversation", self._clear),
-            "/system": ("/system TEXT sets the instructions; without TEXT shows them", self._system),
-            "/set": ("/set NAME VALUE changes a sampling setting; without a name shows all", self._set),
-            "/regen": ("answer the last question again", self._regen),
-            "/stats": ("speed and size of the last answer", self._stats),
-            "/exit": ("leave (also Ctrl-D)", self._exit),
-        }
+        self.attached = ""  # text of files that goes before the next message
+        self.load = load
         self._session = self._open_session(history)
+
+    def _is_raw(self) -> bool:
+        """Whether what is typed is continued as it is; said where the model is why."""
+        if self.llm.loaded.template is None and not self._asked_raw:
+            say("this model has no chat template: what you type is continued as it is")
+        return self._asked_raw or self.llm.loaded.template is None
+
+    def take_model(self, llm: LLM) -> None:
+        """Goes on with another model; the one before is closed."""
+        self.llm, earlier = llm, self.llm
+        earlier.close()
+        self.raw = self._is_raw()
+        if "enable_thinking" in self.switches and (llm.loaded.template is None or "enable_thinking" not in llm.loaded.template.variables):
+            self.switches.clear()
+
+    @property
+    def interactive(self) -> bool:
+        """Whether somebody can be asked."""
+        return self._session is not None
+
+    def ask(self, question: str) -> str:
+        """What somebody types after a question; "" for Ctrl-C or the end of input."""
+        try:
+            return self._read_line(question)
+        except EOFError:
+            return ""
+        except signals.Terminated:
+            raise
+        except KeyboardInterrupt:
+            signals.forget()
+            return ""
 
     # input ------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +101,7 @@ class Chat:
 
         path = _history_file() if history else None
         store: Any = SavedHistory(str(path)) if path is not None else InMemoryHistory()
-        words = WordCompleter([*self._commands, *(f"/set {name}" for name in SETTABLE)], sentence=True)
+        words = WordCompleter([*COMMANDS, *(f"/set {name}" for name in SETTABLE)], sentence=True)
         return PromptSession(history=store, completer=words, complete_while_typing=False)
 
     def _read_line(self, prompt: str) -> str:
@@ -145,26 +160,32 @@ class Chat:
         """A command or a message; False to leave. A text of several lines is a message."""
         if text.startswith("/") and "\n" not in text:
             name, _, rest = text.partition(" ")
-            if name in self._commands:
-                return self._commands[name][1](rest.strip()) is not False
+            if name in COMMANDS:
+                return COMMANDS[name][1](self, rest.strip()) is not False
             say(f"no command {name}; /help lists them")
             return True
         if text.strip():
-            self._answer([*self.messages, {"role": "user", "content": text}])
+            self.answer([*self.messages, {"role": "user", "content": self.attached + text}])
+            self.attached = ""
         return True
 
     # answers ----------------------------------------------------------------------------------------------------------
 
-    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The conversation as the model reads it."""
         if self.raw:
             return self.llm.encode("".join(m["content"] for m in messages), parse_special=False)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.llm.render([*system, *messages])
+        return self.llm.render([*system, *messages], **self.switches)
 
-    def _answer(self, messages: list[dict[str, str]]) -> None:
+    def answer(self, messages: list[dict[str, str]]) -> None:
         """Answers the last of `messages`, which become the conversation; an error, or a stop before any text, leaves it as it was."""
+        fitting = make_room(self, messages)
+        if fitting is None:
+            return
+        messages = fitting
         try:
-            answer = self.llm.stream(self._prompt_ids(messages), self.params)
+            answer = self.llm.stream(self.prompt_ids(messages), self.params)
         except ContextOverflow as error:
             fix = "/clear starts afresh; or shorten the message, or start with a larger --ctx"
             raise ContextOverflow(error.message, fix=fix, **error.fields) from error
@@ -191,65 +212,10 @@ class Chat:
         used = done.timings.prompt_tokens + done.timings.decode_tokens
         if not self.quiet:
             say(stats_line(done.timings, self.llm.loaded.context))
-        if used >= NEARLY_FULL * self.llm.loaded.context:
+        if done.finish_reason == "length" and used >= self.llm.loaded.context:
+            say("the answer was cut: the context is full")
+        elif used >= NEARLY_FULL * self.llm.loaded.context:
             say(f"the context is nearly full ({used} of {self.llm.loaded.context} tokens): /clear starts afresh")
-
-    # commands ---------------------------------------------------------------------------------------------------------
-
-    def _help(self, text: str) -> None:
-        width = max(map(len, self._commands))
-        _say_lines(f"{name:{width}}  {about}" for name, (about, _) in self._commands.items())
-        say('""" on a line of its own starts and ends a message of several lines; \\ at the end of a line continues it')
-
-    def _clear(self, text: str) -> None:
-        self.messages.clear()
-        say("the conversation is forgotten")
-
-    def _system(self, text: str) -> None:
-        if text and self.raw:
-            raise InvalidRequest("without a chat template there is no place for instructions: --raw, or a model without one")
-        if text:
-            self.system = text
-            say("set; it counts from the next message on")
-        else:
-            say(self.system or "no system prompt is set")
-
-    def _set(self, text: str) -> None:
-        merged = self.params.merged_with(self.llm.loaded.defaults)
-        if not text:
-            _say_lines(f"{f.name} = {getattr(merged, f.name)}" for f in fields(merged) if f.name in SETTABLE)
-            return
-        name, _, value = text.replace("=", " ").partition(" ")
-        name, value = name.replace("-", "_").replace("repeat_penalty", "repetition_penalty"), value.strip()
-        if name not in SETTABLE:
-            raise InvalidRequest(f"there is no setting '{name}'", fix=f"names: {', '.join(SETTABLE)}")
-        if not value:
-            raise InvalidRequest("/set takes NAME VALUE", fix=f"names: {', '.join(SETTABLE)}; the value `default` takes a change back")
-        try:
-            number = None if value == "default" else SETTABLE[name](value)
-        except ValueError:
-            raise InvalidRequest(f"{name} takes {'a whole number' if SETTABLE[name] is int else 'a number'}, not '{value}'") from None
-        changed = replace(self.params, **{name: number})
-        changed.merged_with(self.llm.loaded.defaults).validate(self.llm.loaded.planned.definition.vocab_size)
-        self.params = changed
-        say(f"{name} = {value}")
-
-    def _regen(self, text: str) -> None:
-        asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
-        if not asked:
-            raise InvalidRequest("there is nothing to answer again")
-        self._answer(asked)
-
-    def _stats(self, text: str) -> None:
-        say(stats_line(self.last, self.llm.loaded.context) if self.last else "no answer yet")
-
-    def _exit(self, text: str) -> bool:
-        return False
-
-
-def _say_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(line)
 
 
 def _history_file() -> Path | None:

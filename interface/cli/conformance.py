@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from .command import Group
+
 __all__ = ["conformance_command"]
 
 MOST_LINES = 20  # of what is wrong with a report
 
 
-@click.group("conformance")
+@click.group("conformance", cls=Group)
 def conformance_command() -> None:
     """Test a backend against the oracle, verify a report, test the suite itself."""
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .command import Command, model_argument
+from .options import dtype_of, file_options, load_options, weight_options
+
 if TYPE_CHECKING:
     from ..convert import ConvertReport
 
@@ -33,25 +36,18 @@ class Size(click.ParamType):
         return int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()])
 
 
-@click.command("convert")
-@click.argument("model")
+@click.command("convert", cls=Command)
+@model_argument(needed=True)
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The file to write, NAME.flm.")
-@click.option("--dtype", metavar="NAME", help="int4, int4g32 … int4g256, int8, q4_0, q8_0, bf16, f16, f32, …  [default: as stored]")
-@click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]), default="128", show_default=True, help="Weights that share a scale, for int4 and int8.")
-@click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type.")
-@click.option("--dtype-config", type=click.Path(dir_okay=False, path_type=Path), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.')
-@click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already.")
+@weight_options
 @click.option("--method", type=click.Choice(["search", "minmax"]), default="search", show_default=True, help="How scales are found: least error, or fast.")
 @click.option("--backend", metavar="NAME", help="Pack the weights as this backend wants them.  [default: the best that is ready]")
 @click.option("--no-pack", is_flag=True, help="Keep the weights in their plain order: smaller changes between backends, slower start.")
 @click.option("--memory-limit", type=Size(), default="1G", show_default=True, help="Memory to use besides the mapped source.")
 @click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]")
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
-@click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here.")
-@click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress or notes on stderr.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@file_options
 def convert_command(model: str, output: Path, **values: Any) -> None:
     """Write MODEL as one FLM file: weights in the asked formats, tokenizer, template and configuration.
 
@@ -63,21 +59,19 @@ def convert_command(model: str, output: Path, **values: Any) -> None:
     fastllm convert model.gguf -o model.flm
     """
     from ..convert import convert_model
-    from ..formats.quant_rules import QuantRules, read_rules
-    from ..loading import LoadOptions, open_files
+    from ..formats.quant_rules import QuantRules, listed_rules
+    from ..loading import open_files
     from .terminal import Reporter
 
     if output.exists() and not values["overwrite"]:
         raise click.UsageError(f"{output} exists; --overwrite replaces it")
-    listed = () if values["dtype_config"] is None else read_rules(values["dtype_config"])
-    names = ("dtype", "no_quant_layer", "allow_requantize", "method")
-    rules = QuantRules(**{name: values[name] for name in names}, group_size=int(values["group_size"]), rules=listed)
+    listed = listed_rules(values["dtype_config"], values["moe_dtype"])
+    names = ("no_quant_layer", "allow_requantize", "method")
+    rules = QuantRules(dtype_of(values), **{name: values[name] for name in names}, group_size=int(values["group_size"]), rules=listed)
     rules.check()
-    with Reporter(quiet=values["quiet"] or values["as_json"]) as reporter:
-        options = LoadOptions(
-            offline=values["offline"], strict=values["strict"], threads=values["threads"],
-            progress=reporter.progress, message=reporter.message, licence=reporter.licence,
-        )  # fmt: skip
+    with Reporter.of(values, silent=values["as_json"]) as reporter:
+        callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
+        options = load_options(values, backend=None, **callbacks)
         with open_files(model, options) as files:
             report = convert_model(
                 files, output, rules, options, backend=None if values["no_pack"] else values["backend"] or "", source_name=model,

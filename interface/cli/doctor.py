@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
+from .command import Command
+
 __all__ = ["doctor_command"]
 
 PROBE_S = 1.0  # what a probe may take
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")

@@ -10,6 +10,9 @@ from importlib import import_module
 
 import click
 
+from .command import same_dashes
+from .old_flags import OLD_COMMANDS
+
 __all__ = ["ALIASES", "COMMANDS", "cli"]
 
 COMMANDS = {
@@ -21,7 +24,9 @@ COMMANDS = {
     "verify": ("fastllm.cli.verify", "Check every byte of a model file that can be checked."),
     "download": ("fastllm.cli.download", "Fetch a model into the cache."),
     "list": ("fastllm.cli.download", "Show the models that are on this machine."),
+    "show": ("fastllm.cli.show", "Show what one model is told and tells: defaults, template, parsers, end ids."),
     "inspect": ("fastllm.cli.inspect", "Show what is inside a model file, from its header."),
+    "dump-config": ("fastllm.cli.dump", "Print the effective configuration, with the origin of each value."),
     "plan": ("fastllm.cli.plan", "Show memory, placement and expected speed before loading."),
     "doctor": ("fastllm.cli.doctor", "Check this machine: CPU, memory, limits, backends."),
     "backends": ("fastllm.cli.backends", "List backends and say why one is not ready."),
@@ -29,30 +34,16 @@ COMMANDS = {
 }
 """name -> (module, one line of help): the help of the group is shown without importing any command."""
 
-ALIASES = {"chat": "run", "serve": "server", "backend": "backends", "export": "convert"}
-
-
-def same_dashes(name: str) -> str:
-    """`_` counts as `-` in option and command names."""
-    return name.replace("_", "-")
+ALIASES = {"chat": "run", "serve": "server", "backend": "backends", "export": "convert", "benchmark": "bench"}
 
 
 def without_command(args: list[str]) -> list[str]:
-    """A command line that begins with `--model F` (or `-p`, `--path`), with its command; others as they are."""
+    """A command line that begins with an option and has `--model F` (or `-p`, `--path`), with its command; others as they are."""
     names = [same_dashes(arg.partition("=")[0]) for arg in args]
     if not args or not args[0].startswith("-") or not {"--model", "--path", "-p", "--http-mode"} & set(names):
         return args
-    rest, model, at = [], None, 0
-    while at < len(args):
-        name, equals, value = args[at].partition("=")
-        if same_dashes(name) in ("--model", "--path", "-p"):
-            if not equals and at + 1 == len(args):
-                raise click.UsageError(f"{name} needs the name of a model")
-            model, at = (value, at) if equals else (args[at + 1], at + 1)
-        elif same_dashes(name) != "--http-mode":
-            rest.append(args[at])
-        at += 1
-    return ["server" if "--http-mode" in names else "run", *([] if model is None else [model]), *rest]
+    rest = [arg for arg, name in zip(args, names, strict=True) if name != "--http-mode"]
+    return ["server" if "--http-mode" in names else "run", *rest]
 
 
 class LazyGroup(click.Group):
@@ -67,7 +58,7 @@ class LazyGroup(click.Group):
         name = ALIASES.get(same_dashes(cmd_name), same_dashes(cmd_name))
         if name not in COMMANDS:
             return None
-        command = getattr(import_module(COMMANDS[name][0]), f"{name}_command")
+        command = getattr(import_module(COMMANDS[name][0]), f"{name.replace('-', '_')}_command")
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -85,6 +76,8 @@ class LazyGroup(click.Group):
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             import difflib
 
+            if same_dashes(name) in OLD_COMMANDS:
+                raise click.UsageError(f"no command '{name}'; {OLD_COMMANDS[same_dashes(name)]}", ctx)
             near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=2, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no command '{name}'; {hint}", ctx)

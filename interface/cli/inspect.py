@@ -9,29 +9,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .command import Command, model_argument
+from .options import file_options, load_options
+
 if TYPE_CHECKING:
     from ..formats import ModelFiles
 
 __all__ = ["inspect_command"]
 
 
-@click.command("inspect")
-@click.argument("model")
+@click.command("inspect", cls=Command)
+@model_argument(needed=True)
 @click.option("--tensors", is_flag=True, help="List every tensor with shape, format and size.")
 @click.option("--template", is_flag=True, help="Print the chat template.")
+@click.option("--dump-config", "own_config", is_flag=True, help="Print the file's own configuration as JSON, and nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def inspect_command(model: str, tensors: bool, template: bool, as_json: bool, debug: bool) -> None:
+@file_options
+def inspect_command(model: str, tensors: bool, template: bool, own_config: bool, as_json: bool, **values: Any) -> None:
     """Show architecture, sizes, quantisation, tokenizer and template of MODEL.
 
     Reads the header only; no weight is touched. MODEL is a file, a folder or any name that `fastllm run` takes.
     """
-    from ..loading import LoadOptions, open_files
+    from ..loading import open_files
     from .terminal import Reporter, escape_controls
 
-    with Reporter(quiet=as_json) as reporter:
-        files = open_files(model, LoadOptions(progress=reporter.progress, message=reporter.message, licence=reporter.licence))
+    with Reporter.of(values, silent=as_json or own_config) as reporter:
+        files = open_files(model, load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence))
     with files:
+        if own_config:
+            click.echo(json.dumps(_finite(files.config), indent=1, default=str, allow_nan=False))
+            return
         facts = describe(files)
         if as_json:
             facts["tensors"] = [_tensor_row(t) for t in files.stored.values()]

@@ -81,9 +81,9 @@ def _run(cli: click.Group, args: list[str]) -> int:
         return CLOSED_PIPE
     except Exception as error:
         signals.raise_seen()
-        if "--debug" in args and not isinstance(error, click.ClickException):
+        if _asked(args, "debug") and not isinstance(error, click.ClickException):
             raise
-        return _report(_as_fastllm_error(error), as_json="--json" in args)
+        return _report(_as_fastllm_error(error), as_json=_asked(args, "json"), events=_events(args))
 
 
 def _invoke(cli: click.Group, args: list[str]) -> int:
@@ -125,11 +125,25 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
     return errors.FastLLMError(text, fix="this is a bug of fastllm; run again with --debug and report it")
 
 
-def _report(error: FastLLMError, *, as_json: bool) -> int:
-    from .terminal import say
+def _asked(args: list[str], flag: str) -> bool:
+    """Whether a flag that any command may have was given, also where the line could not be parsed: on it, or as its variable."""
+    return f"--{flag}" in args or os.environ.get(f"FASTLLM_{flag.upper()}", "").lower() in ("1", "true", "yes", "on")
+
+
+def _events(args: list[str]) -> bool:
+    """Whether stderr is a JSON object a line."""
+    given = [arg.replace("=", " ") for arg in args]
+    return "--progress json" in " ".join(given) or ("--progress" not in " ".join(given) and os.environ.get("FASTLLM_PROGRESS") == "json")
+
+
+def _report(error: FastLLMError, *, as_json: bool, events: bool) -> int:
+    from .terminal import event, say
 
     try:
-        say(error.render())
+        if events:
+            event("error", **error.as_dict()["error"])
+        else:
+            say(error.render())
         if as_json:
             import json
 

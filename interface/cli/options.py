@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +10,13 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-__all__ = ["load_options", "model_options", "parse_pairs", "sampling_options", "verbose_option"]
+from .command import same_dashes
+from .sizes import CacheSize
+
+__all__ = ["cache_options", "dtype_of", "file_options", "load_options", "model_options", "output_options", "parse_pairs", "sampling_options", "thinking_option", "weight_options"]
+
+KINDS = {"cpu": "cpu_avx", "cuda": "cuda_cupy", "rocm": "rocm_hip", "hip": "rocm_hip", "opencl": "opencl_generic"}
+"""What people call a device -> the backend that runs on it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,25 +32,63 @@ def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+def _path(dir_okay: bool = False) -> click.Path:
+    return click.Path(dir_okay=dir_okay, path_type=Path)
+
+
+_GROUP_SIZES = click.Choice(["32", "64", "128", "256"])
+
+_weights = (
+    click.option("--dtype", metavar="NAME", help="Convert weights while loading: int4, int4g64, int8, bf16, f16, …  [default: as stored]"),
+    click.option("--quant-bit", type=click.Choice(["4", "8"]), help="Convert weights to int4 or int8, as --dtype does."),
+    click.option("--group-size", type=_GROUP_SIZES, default="128", show_default=True, help="Weights that share a scale, for int4 and int8."),
+    click.option("--moe-dtype", metavar="NAME", help="The type of routed experts.  [default: that of the rest]"),
+    click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
+    click.option("--dtype-config", type=_path(), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
+    click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
+)
+
+_cache = (
+    click.option("--cache-dir", type=_path(dir_okay=True), help="Folder for fetched models.  [default: FASTLLM_HOME, and the hub's own]"),
+    click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
+)
+
+_files = (
+    click.option("--chat-template", type=_path(), help="Chat template (Jinja) in place of the model's."),
+    click.option("--tokenizer-from", metavar="MODEL", help="Folder or hub id whose tokenizer, template and sampling defaults are used in place of the model's."),
+    *_cache,
+)
+
+_output = (
+    click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress, notes or statistics on stderr."),
+    click.option("--progress", type=click.Choice(["auto", "plain", "json"]), default="auto", help="How stderr tells progress: bars on a terminal, lines, or a JSON object a line.  [default: auto]"),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+)
+
 _model = (
     click.option("--backend", metavar="NAME[:DEVICE]", help="Backend to run on; `fastllm backends list` shows them.  [default: the best that is ready]"),
+    click.option("--device", metavar="DEVICE", help="A device of the backend; or cpu, cuda, rocm, opencl for the backend itself, as cuda:1."),
     click.option("--backend-opt", metavar="KEY=VALUE", multiple=True, help="Option of the backend; may be repeated."),
     click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
-    click.option("--ctx", "--max-context-length", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
-    click.option("--dtype", metavar="NAME", help="Convert weights while loading: int4, int4g64, int8, bf16, f16, …  [default: as stored]"),
-    click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]), default="128", show_default=True, help="Weights that share a scale, for int4 and int8."),
-    click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
-    click.option("--dtype-config", type=click.Path(dir_okay=False, path_type=Path), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
-    click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
-    click.option("--kv-dtype", "--kv-cache-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
+    click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
+    *_weights,
+    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter (PEFT) that is merged into the weights; may be repeated."),
+    click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
+    click.option("--kv-cache-size", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
+    click.option("--block-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
+    click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
+    click.option("--max-batch-size", type=click.IntRange(1, 4096), help="Sequences that run at the same time.  [default: 8 for a server, else 1]"),
+    click.option("--prefill-chunk", type=click.IntRange(1, 65536), default=512, help="Tokens of a step.  [default: 512]"),
     click.option("--fallback", type=click.Choice(["error", "warn", "allow"]), help="When an op leaves its device: refuse, name it in a line, or only count it.  [default: warn]"),
-    click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
-    click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, envvar="FASTLLM_PLUGIN", help="A backend in a Python file."),
-    click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
-    click.option("--strict", is_flag=True, help="Turn every note about something done differently into an error."),
+    click.option("--plugins-file", type=_path(), help="A plugins.toml with defaults for backends."),
+    click.option("--plugin", "plugin_paths", type=_path(), multiple=True, envvar="FASTLLM_PLUGIN", help="A backend in a Python file."),
+    *_files,
+    click.option("--verify-model", is_flag=True, help="Check every byte of the model that can be checked before it is loaded, as `fastllm verify`."),
     click.option("--no-self-test", is_flag=True, help="Open the backend without the test of its first opening, as FASTLLM_SELF_TEST=0."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress, notes or statistics on stderr."),
-    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    click.option("--verbose", "-v", is_flag=True, help="A line with the reason for each op that leaves its device, instead of one for all."),
+    *_output,
+    click.option("--dump-config", is_flag=True, help="Print what these options come to, as a file for --config, and exit."),
 )
 
 _sampling = (
@@ -66,13 +111,31 @@ _SAMPLING_NAMES = (
 
 
 def model_options(command: F) -> F:
-    """--backend … --debug, for every command that opens a model."""
+    """--backend … --dump-config, for every command that opens a model."""
     return _together(*_model)(command)
 
 
-def verbose_option(command: F) -> F:
-    """--verbose, for every command that loads a model."""
-    return click.option("--verbose", "-v", is_flag=True, help="A line with the reason for each op that leaves its device, instead of one for all.")(command)
+def file_options(command: F) -> F:
+    """--chat-template … --offline and --strict … --debug, for commands that read a model's files and run nothing."""
+    return _together(*_files, *_output)(command)
+
+
+def cache_options(command: F) -> F:
+    """--cache-dir, --offline."""
+    return _together(*_cache)(command)
+
+
+def output_options(command: F) -> F:
+    """--strict … --debug."""
+    return _together(*_output)(command)
+
+
+def weight_options(command: F) -> F:
+    """--dtype … --allow-requantize."""
+    return _together(*_weights)(command)
+
+
+thinking_option = click.option("--thinking", type=click.Choice(["on", "off"]), help="Have the model think first or not, where its template has that switch.  [default: the template's]")
 
 
 def sampling_options(command: F | None = None, *, without: tuple[str, ...] = ()) -> Any:
@@ -93,24 +156,60 @@ def parse_pairs(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
-    """`LoadOptions` from the values of `model_options`."""
+    """`LoadOptions` from the values of `model_options`. extra: fields that a command sets itself, and they win."""
     from ..loading import LoadOptions
 
-    names: tuple[str, ...] = ("backend", "threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict")
-    names += ("dtype", "no_quant_layer", "dtype_config", "allow_requantize", "verbose")
+    names: tuple[str, ...] = ("threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict", "lora", "cache_dir")
+    names += ("no_quant_layer", "dtype_config", "moe_dtype", "allow_requantize", "verbose", "block_size", "prefill_chunk", "chat_template", "tokenizer_from")
     chosen = {name: values[name] for name in names if name in values}
+    chosen |= {"backend": _backend(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
     if values.get("no_self_test"):
         chosen["self_test"] = False
+    if values.get("max_batch_size"):
+        chosen["max_batch_size"] = values["max_batch_size"]
+    if values.get("kv_cache_size"):
+        kind, amount = values["kv_cache_size"]
+        chosen[f"kv_cache_{kind}"] = amount
     if "group_size" in values:
         chosen["group_size"] = int(values["group_size"])
         _check_group_size(values, extra.get("message"))
-    return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **chosen, **extra)
+    return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **(chosen | extra))
+
+
+def dtype_of(values: Mapping[str, Any]) -> str | None:
+    """`--dtype`, or what `--quant-bit` means. Raises click.UsageError if they differ."""
+    dtype, bits = values.get("dtype"), values.get("quant_bit")
+    if bits is None:
+        return dtype
+    if dtype is not None and not dtype.lower().startswith(f"int{bits}"):
+        raise click.UsageError(f"--quant-bit {bits} and --dtype {dtype} differ: give one of them")
+    return dtype or f"int{bits}"
+
+
+def _backend(values: Mapping[str, Any]) -> str | None:
+    """NAME[:DEVICE] of `--backend` and `--device`. Raises for a device beside another one, and for several devices."""
+    backend, device = values.get("backend"), values.get("device")
+    if not device:
+        return backend
+    if re.search(r"[,{=]|multi|numa", device) or device.count(":") > 1:
+        from ..core.errors import UnsupportedError
+
+        raise UnsupportedError(f"--device {device} names several devices; a model runs on one", fix="--backend NAME[:DEVICE]; `fastllm backends list` shows them")
+    name, _, number = device.partition(":")
+    kind = KINDS.get(same_dashes(name).lower())
+    if backend is None and kind is None and name.isdigit():
+        raise click.UsageError(f"--device {device} is a device of a backend: give --backend NAME too")
+    own = kind or (name if backend is None else backend.partition(":")[0])
+    if backend is not None and (":" in backend or (kind is not None and kind != backend)):
+        raise click.UsageError(f"--backend {backend} and --device {device} differ: give one of them")
+    chosen = number if kind is not None or backend is None else device
+    return f"{own}:{chosen}" if chosen else own
 
 
 def _check_group_size(values: Mapping[str, Any], message: Callable[[str], None] | None) -> None:
     """--group-size is about weights that are converted; without a conversion it says nothing, and that is said."""
     source = click.get_current_context().get_parameter_source("group_size")
-    if source in (None, ParameterSource.DEFAULT) or values.get("dtype") or values.get("dtype_config"):
+    if source in (None, ParameterSource.DEFAULT) or any(values.get(name) for name in ("dtype", "dtype_config", "quant_bit", "moe_dtype")):
         return
     text = "--group-size has no effect: weights stay as they are stored without --dtype"
     if values.get("strict"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .command import Command, model_argument
 from .options import load_options, model_options
 
 if TYPE_CHECKING:
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["plan_command"]
 
 
-@click.command("plan")
-@click.argument("model", required=False)
-@click.option("--max-batch-size", type=click.IntRange(1), default=1, show_default=True, help="Sequences that run at the same time.")
+@click.command("plan", cls=Command)
+@model_argument()
 @click.option("--no-measure", is_flag=True, help="Do not measure this machine's read bandwidth (half a second).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
@@ -32,10 +32,9 @@ def plan_command(model: str | None, **values: Any) -> None:
     from ..loading import DEFAULT_MODEL, plan_model
     from .terminal import Reporter
 
-    quiet = values["quiet"] or values["as_json"]
-    with Reporter(quiet=quiet) as reporter:
+    with Reporter.of(values, silent=values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
-        planned = plan_model(model or DEFAULT_MODEL, load_options(values, max_batch_size=values["max_batch_size"], **callbacks))
+        planned = plan_model(model or DEFAULT_MODEL, load_options({**values, "max_batch_size": values["max_batch_size"] or 1}, **callbacks))
         reporter.stop()
     try:
         facts = describe(planned, measure=not values["no_measure"])

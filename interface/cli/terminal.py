@@ -1,20 +1,24 @@
 """What the command line writes: answers on stdout, everything else on stderr.
 
-Progress is a bar on a terminal and plain lines elsewhere. Control characters of a model are shown escaped on a terminal, so that
+Progress is a bar on a terminal and plain lines elsewhere; with `--progress json` all of stderr is one JSON object a line. Control characters of a model are shown escaped on a terminal, so that
 an answer cannot move the cursor or set a title.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import click
 
-__all__ = ["Reporter", "escape_controls", "say", "stats_line", "write_answer"]
+__all__ = ["Reporter", "escape_controls", "event", "say", "stats_line", "write_answer"]
 
+SILENT_S = 2.0  # after the start, before lines say how far something else than a download is
 LOG = logging.getLogger("fastllm")  # parent of what backends log
 
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(i) not in "\n\t"}
@@ -28,8 +32,17 @@ def escape_controls(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A text for the user to stderr, escaped."""
-    click.echo(escape_controls(text), err=True)
+    """A text for the user to stderr: escaped, or as an event where the command was called with `--progress json`."""
+    context = click.get_current_context(silent=True)
+    if context is not None and context.params.get("progress") == "json":
+        event("message", text=text.removeprefix("fastllm: "))
+    else:
+        click.echo(escape_controls(text), err=True)
+
+
+def event(kind: str, **fields: Any) -> None:
+    """One line of `--progress json`: {"event": kind, …}, in ASCII."""
+    click.echo(json.dumps({"event": kind, **fields}, default=str), err=True)
 
 
 def write_answer(text: str) -> None:
@@ -60,14 +73,21 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 class Reporter:
-    """Progress and messages on stderr. A context manager; quiet: nothing but errors."""
+    """Progress and messages on stderr. A context manager; quiet: nothing but errors; style: auto (bars on a terminal, lines elsewhere),
+    plain (lines) or json (events)."""
 
-    def __init__(self, quiet: bool = False):
-        self.quiet = quiet
+    def __init__(self, quiet: bool = False, style: str = "auto"):
+        self.quiet, self.style = quiet, style
+        self._started = time.monotonic()
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._printed: dict[str, int] = {}
         self._level = LOG.level
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], silent: bool = False) -> Reporter:
+        """As the options of a command say. silent: quiet, unless events were asked for."""
+        return cls(values["quiet"] or (silent and values["progress"] != "json"), values["progress"])
 
     def __enter__(self) -> Reporter:
         self._level = LOG.level
@@ -88,12 +108,16 @@ class Reporter:
 
     def message(self, line: str) -> None:
         """One line on stderr."""
-        if not self.quiet:
+        if self.style == "json" and not self.quiet:
+            event("message", text=line)
+        elif not self.quiet:
             say(f"fastllm: {line}")
 
     def licence(self, title: str, text: str) -> None:
         """The terms of a model, before it is fetched the first time."""
-        if not self.quiet:
+        if self.style == "json" and not self.quiet:
+            event("licence", title=title, text=text)
+        elif not self.quiet:
             self.stop()
             lines = text.strip().splitlines()
             shown = "\n".join(lines[:8] + (["…"] if len(lines) > 8 else []))
@@ -103,7 +127,9 @@ class Reporter:
         """Bytes done of a transfer or a load."""
         if self.quiet:
             return
-        if sys.stderr.isatty():
+        if self.style == "json":
+            self._event(what, done, total)
+        elif sys.stderr.isatty() and self.style != "plain":
             self._draw(what, done, total)
         else:
             self._line(what, done, total)
@@ -123,11 +149,23 @@ class Reporter:
             self.stop()
 
     def _line(self, what: str, done: int, total: int | None) -> None:
-        """Without a terminal: one line at each tenth of a download; loading is silent."""
-        if not what.startswith("download"):
+        """Without a terminal: one line at each tenth; what is done in a moment, as loading mostly is, is silent."""
+        if not what.startswith("download") and time.monotonic() - self._started < SILENT_S:
             return
-        tenth = done * 10 // total if total else 0
-        if tenth > self._printed.get(what, -1):
-            self._printed[what] = tenth
+        if self._next(what, done, total, 10):
             size = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
             say(f"fastllm: {what}: {size}")
+
+    def _event(self, what: str, done: int, total: int | None) -> None:
+        """At each hundredth, and at the end."""
+        if self._next(what, done, total, 100):
+            kind, _, name = what.partition(" ")
+            event("progress", what=kind, **({"name": name} if name else {}), done=done, total=total)
+
+    def _next(self, what: str, done: int, total: int | None, parts: int) -> bool:
+        """Whether one more of so many parts is done."""
+        part = done * parts // total if total else 0
+        if part <= self._printed.get(what, -1):
+            return False
+        self._printed[what] = part
+        return True

@@ -65,8 +65,9 @@ class ToolAnswer:
         return text, done
 
 
-def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, Any]]) -> ToolAnswer:
-    """The prompt of a conversation with the tools of a file, and how its answer is read. choice: auto, required, or the name of a function.
+def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, Any]], switches: dict[str, Any]) -> ToolAnswer:
+    """The prompt of a conversation with the tools of a file, and how its answer is read. choice: auto, required, or the name of a function. switches: variables of
+    the template.
     Raises UsageError for a file that holds no tools, and for a model without a chat template."""
     if llm.loaded.template is None:
         raise click.UsageError("this model has no chat template: --tools has no place in its prompt")
@@ -78,7 +79,7 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
     from ..server.tools import OutputSpec, kept_ids, make_parser, tool_parser
 
     loaded, tokenizer = llm.loaded, llm.tokenizer
-    kitchen = Kitchen(tokenizer, llm.loaded.template, loaded.context, loaded.planned.definition.vocab_size, reasoning_format="none")
+    kitchen = Kitchen(tokenizer, llm.loaded.template, loaded.context, loaded.planned.definition.vocab_size, reasoning_format="none", thinking=switches.get("enable_thinking"))
     named = {"type": "function", "function": {"name": choice}}
     from pydantic import ValidationError
 

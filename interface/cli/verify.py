@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
+
+from .command import Command, model_argument
+from .options import file_options, load_options
 
 __all__ = ["verify_command"]
 
 
-@click.command("verify")
-@click.argument("model")
-@click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here.")
+@click.command("verify", cls=Command)
+@model_argument(needed=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def verify_command(model: str, offline: bool | None, as_json: bool, quiet: bool, debug: bool) -> None:
+@file_options
+def verify_command(model: str, as_json: bool, **values: Any) -> None:
     """Check MODEL: structure, hashes, shapes, tokenizer against embedding, and that every value is finite.
 
     Hashes are in FLM files only. The first thing that is wrong ends it, with exit code 1, and is named with its place in the file.
     """
-    from ..loading import LoadOptions, open_files
+    from ..loading import open_files
     from ..verify import verify_model
     from .terminal import Reporter, escape_controls
 
-    with Reporter(quiet=quiet or as_json) as reporter:
-        options = LoadOptions(offline=offline, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
+    with Reporter.of(values, silent=as_json) as reporter:
+        options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
         with open_files(model, options) as files:
             checked = verify_model(files, reporter.progress)
             path = str(files.path)

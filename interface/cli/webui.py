@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from .options import model_options, sampling_options, verbose_option
-from .server import SERVER_SETTINGS, run_server, server_options
+from .command import Command, model_argument
+from .options import model_options, sampling_options
+from .server import run_server, server_options
 
 __all__ = ["open_browser", "webui_command"]
 
@@ -30,13 +31,12 @@ def open_browser(url: str) -> bool:
     return True
 
 
-@click.command("webui", context_settings=SERVER_SETTINGS)
-@click.argument("model", required=False)
+@click.command("webui", cls=Command)
+@model_argument()
 @click.option("--no-open", is_flag=True, help="Print the page's address, and open no browser.")
 @server_options
 @sampling_options(without=("max_tokens", "seed", "ignore_eos"))
 @model_options
-@verbose_option
 def webui_command(model: str | None, no_open: bool, **values: Any) -> int:
     """Serve MODEL on this machine, and open its page in the browser.
 

@@ -89,6 +89,7 @@ class Kitchen:
     tool_parser: str = "auto"
     reasoning_format: str = "auto"
     request_template: bool = False
+    thinking: bool | None = None
     longest_token: int = 0
 
     def __post_init__(self) -> None:
@@ -277,6 +278,8 @@ def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) ->
             )
     if body.reasoning_effort is not None:
         _set_effort(template, body.reasoning_effort, kwargs)
+    if kitchen.thinking is not None and "enable_thinking" in template.variables:
+        kwargs.setdefault("enable_thinking", kitchen.thinking)
     if body.thinking_budget is not None and "thinking_budget" in template.variables:
         kwargs.setdefault("thinking_budget", body.thinking_budget)
     messages = [_message(kitchen, m.model_dump(), i) for i, m in enumerate(body.messages)]

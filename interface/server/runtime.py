@@ -77,6 +77,7 @@ class Runtime:
             "tool_parser": settings.tool_parser,
             "reasoning_format": settings.reasoning_format,
             "request_template": settings.request_template,
+            "thinking": settings.thinking,
         }
         self.pool = PreparerPool(kitchen, settings.preparers)
         await self.pool.start()

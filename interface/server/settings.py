@@ -23,7 +23,8 @@ class ServerSettings:
     seconds a request may wait, None: for ever. ping_s: silence after which a stream gets a comment. strict: unknown fields are refused. web: the
     page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates. key_concurrent, key_per_minute:
     answers of one key, None: no limit. tool_parser: a name of `text.output.FORMATS`, or auto; reasoning_format: none leaves reasoning in the
-    content. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log.
+    content; thinking: whether the model thinks first where a request does not say and its template has that switch, None: the template's own
+    choice. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -53,6 +54,7 @@ class ServerSettings:
     key_per_minute: int | None = None
     tool_parser: str = "auto"
     reasoning_format: str = "auto"
+    thinking: bool | None = None
     request_template: bool = False
     log_prompts: bool = False
 

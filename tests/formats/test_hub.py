@@ -13,7 +13,7 @@ from huggingface_hub import errors
 
 from fastllm.core.errors import DownloadError, ModelNotFound, UnsupportedError, UsageError
 from fastllm.formats import list_cached, open_model, resolve
-from fastllm.formats.hub_source import Repo, needed_files, parse_repo
+from fastllm.formats.hub_source import FetchOptions, Repo, needed_files, parse_repo
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = Repo("org/name")
@@ -31,6 +31,11 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]):
         self.files, self.asked, self.sizes, self.error = files, [], {}, None
+        self.tokens = set()
+
+    def __call__(self, token=None):
+        self.tokens.add(token)
+        return self
 
     def model_info(self, repo_id, revision=None, files_metadata=False):
         if self.error:
@@ -39,9 +44,15 @@ class Hub:
         rows = [SimpleNamespace(rfilename=n, size=self.sizes.get(n, len(raw))) for n, raw in self.files.items()]
         return SimpleNamespace(siblings=rows, sha=COMMIT)
 
-    def download(self, repo_id, name, revision=None, cache_dir=None):
+    def download(self, repo_id, name, revision=None, cache_dir=None, local_dir=None, token=None):
         assert revision == COMMIT  # every file of the one commit
         self.asked.append(name)
+        self.tokens.add(token)
+        if local_dir is not None:
+            path = Path(local_dir) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.files[name])
+            return str(path)
         root = Path(cache_dir) / f"models--{repo_id.replace('/', '--')}"
         blob, link = root / "blobs" / name.replace("/", "_"), root / "snapshots" / revision / name
         for path in (blob, link):
@@ -66,7 +77,7 @@ def hub(data, tmp_path, monkeypatch):
             "onnx/model.onnx": b"x",
         }
     )
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
+    monkeypatch.setattr(huggingface_hub, "HfApi", made)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
     for name in ("HF_HUB_OFFLINE", "FASTLLM_OFFLINE", "HF_HUB_CACHE", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
@@ -223,3 +234,41 @@ def test_names_are_taken_apart():
     assert parse_repo("a/b") == Repo("a/b", "main", "")
     assert parse_repo("a/b@v1:sub/c d.gguf") == Repo("a/b", "v1", "sub/c d.gguf")
     assert parse_repo("a/b", "dev").label == "hf:a/b@dev"
+
+
+# what is fetched, and where to -----------------------------------------------------------------------------------------------
+
+
+def test_patterns_choose_files_and_a_folder_takes_them(hub, tmp_path):
+    hub.files |= {"a-Q4.gguf": b"GGUF", "a-Q8.gguf": b"GGUF"}
+    how = FetchOptions(include=("*.gguf", "config.json"), exclude=("*Q8*",), local_dir=tmp_path / "here", token="hf_x", jobs=3)
+    path = resolve("org/name", how=how)
+    assert path == tmp_path / "here"
+    assert sorted(p.name for p in path.iterdir()) == ["a-Q4.gguf", "config.json"]
+    assert hub.tokens == {"hf_x"}
+    assert not (tmp_path / "hf" / "hub" / "models--org--name").exists()
+    one = resolve("org/name", how=FetchOptions(include=("*Q8*",), local_dir=tmp_path / "one"))
+    assert one == tmp_path / "one" / "a-Q8.gguf"
+    with pytest.raises(UsageError, match=r"no file of org/name matches \*\.bin2"):
+        resolve("org/name", how=FetchOptions(include=("*.bin2",)))
+
+
+def test_exclusion_may_decide_which_gguf_is_the_model(hub, gguf):
+    hub.files = {"a-Q4.gguf": gguf, "a-Q8.gguf": gguf}
+    with pytest.raises(UsageError, match="2 GGUF files"):
+        resolve("org/name")
+    assert resolve("org/name", how=FetchOptions(exclude=("*Q8*",))).name == "a-Q4.gguf"
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_the_first_error_ends_a_download_of_several_files(hub, jobs):
+    hub.sizes["model.safetensors"] = 5
+    with pytest.raises(DownloadError, match=r"model.safetensors has \d+ bytes, the hub says 5"):
+        resolve("org/name", how=FetchOptions(jobs=jobs))
+    assert list_cached() == []
+
+
+def test_models_that_are_no_repository_have_no_files_to_choose(hub, tmp_path):
+    for model in ("smollm2", "pypi:x", str(tmp_path)):
+        with pytest.raises(UsageError, match="no files to choose from"):
+            resolve(model, how=FetchOptions(include=("*",)))

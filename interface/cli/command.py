@@ -1,0 +1,195 @@
+"""What all commands have in common: flags of ftllm, variables, a configuration file, and ways to name the model.
+
+A value comes from the command line, else from the variable FASTLLM_FLAG, else from the file of `--config`, else from the default. MODEL
+is an argument or `-p`; a `.toml` in its place, or ftllm's `.json`, is a configuration that names the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from .old_flags import OldFlag, old_flag
+
+__all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "long_name", "model_argument", "refusal", "same_dashes"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+WORD = re.compile(r"true|false|on|off|yes|no|auto|none|[\d.]+", re.IGNORECASE)
+"""Values that a flag takes of which it is not known whether it takes one."""
+OWN_VARIABLES = {"--backend": None, "--config": "FASTLLM_CONFIG_FILE"}
+"""Options whose variable is not made of their name: FASTLLM_BACKEND is read where backends are chosen, FASTLLM_CONFIG is a folder."""
+
+
+OWN_KEYS = ("config_file", "dump_config")
+"""Options that have no place in a configuration file."""
+
+
+def same_dashes(name: str) -> str:
+    """`_` counts as `-` in the names of options, commands and choices."""
+    return name.replace("_", "-")
+
+
+def long_name(option: click.Parameter) -> str:
+    """The name of an option as it is typed: its first long one."""
+    return next((o for o in (*option.opts, *option.secondary_opts) if o.startswith("--")), option.opts[0])
+
+
+class ModelArgument(click.Argument):
+    """MODEL, which may also come from an option or a file: click must not ask for it. needed: somebody must."""
+
+    def __init__(self, param_decls: Sequence[str], needed: bool = False, **kwargs: Any):
+        super().__init__(param_decls, required=False, **kwargs)
+        self.needed = needed
+
+
+def model_argument(needed: bool = False) -> Callable[[F], F]:
+    """MODEL as argument, or as `-p`, `--path`, `--model`."""
+
+    def decorate(command: F) -> F:
+        command = click.option("--model", "-p", "--path", "model_flag", metavar="MODEL", help="The model, in place of the argument.")(command)
+        return click.argument("model", cls=ModelArgument, metavar="MODEL" if needed else "[MODEL]", needed=needed)(command)
+
+    return decorate
+
+
+class Command(click.Command):
+    """A command that takes ftllm's flags, variables and a configuration file."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if all(p.name != "config_file" for p in self.params):
+            path = click.Path(exists=True, dir_okay=False, path_type=Path)
+            text = "A TOML file with options: ctx = 4096."
+            self.params.append(click.Option(["--config", "config_file"], type=path, is_eager=True, callback=_read_config, expose_value=False, help=text))
+        for option in self.params:
+            if isinstance(option, click.Option) and option.envvar is None:
+                name = long_name(option)
+                option.envvar = OWN_VARIABLES.get(name, f"FASTLLM_{name.lstrip('-').replace('-', '_').upper()}")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses, after flags of ftllm are written as ours; a model that is a configuration is read, and the line parsed again."""
+        notes: list[str] = []
+        args = self._written(args, notes)
+        rest = super().parse_args(ctx, list(args))
+        if "model_flag" in ctx.params and not ctx.resilient_parsing:
+            from .config_file import apply_config, is_config
+
+            given = self._model(ctx)
+            if given is not None and is_config(given):
+                apply_config(ctx, Path(given), notes)
+                ctx.params.clear()
+                rest = super().parse_args(ctx, list(args))
+                if self._model(ctx) == given:
+                    ctx.params["model"] = self._own_model(ctx)
+        for line in (*ctx.meta.pop("notes", ()), *notes):
+            if ctx.params.get("strict"):
+                raise click.UsageError(f"--strict: {line}", ctx)
+            if not ctx.params.get("quiet"):
+                from .terminal import say
+
+                say(f"fastllm: {line}")
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, or prints its configuration where `--dump-config` asks for that."""
+        if ctx.params.pop("dump_config", False):
+            from .dump import print_config
+
+            return print_config(ctx)
+        return super().invoke(ctx)
+
+    def _model(self, ctx: click.Context) -> str | None:
+        """Settles `model` (and PROMPT of `run`) from argument and option; returns the model."""
+        params = ctx.params
+        flag, typed = params.pop("model_flag", None), params.get("model")
+        source = ctx.get_parameter_source("model_flag")
+        ctx.meta["model_flag"] = flag
+        if flag is not None and (typed is None or source == ParameterSource.COMMANDLINE):
+            if typed is not None and not ("prompt_argument" in params and params["prompt_argument"] is None):
+                raise click.UsageError(f"two models: {typed} and {flag}", ctx)
+            if typed is not None:  # the one argument of `run` is then the prompt
+                params["prompt_argument"] = typed
+            params["model"] = flag
+        for parameter in self.params:
+            if isinstance(parameter, ModelArgument) and parameter.needed and params["model"] is None:
+                raise click.MissingParameter(ctx=ctx, param=parameter)
+        return params["model"]
+
+    def _own_model(self, ctx: click.Context) -> str:
+        """The model that a configuration names. Raises UsageError if it names none."""
+        named = ctx.meta["model_flag"]
+        if named is None or named == ctx.params["model"]:
+            raise click.UsageError(f"{ctx.params['model']} names no model: it needs a line `model = \"NAME\"`", ctx)
+        return str(named)
+
+    # flags of ftllm ---------------------------------------------------------------------------------------------------
+
+    def _options(self) -> dict[str, click.Option]:
+        """Every spelling of every option -> the option."""
+        return {o: p for p in self.params if isinstance(p, click.Option) for o in (*p.opts, *p.secondary_opts)}
+
+    def _written(self, args: list[str], notes: list[str]) -> list[str]:
+        """The command line with flags of ftllm as ours. notes: lines about those without effect. Raises for those that cannot be."""
+        known, out, rest = self._options(), list[str](), deque(args)
+        while rest:
+            arg = rest.popleft()
+            if arg == "--":
+                return [*out, arg, *rest]
+            name, equals, value = arg.partition("=")
+            name = same_dashes(name) if arg.startswith("--") else arg[:2] if arg[:1] == "-" else ""
+            row = old_flag(name) if name else None
+            if row is None or row.kind == "same" or (row.kind != "new" and name in known):
+                out.append(arg)
+                if name in known and not equals:
+                    out += _values(arg, known[name], rest)
+            elif row.kind == "no":
+                raise refusal(name, row)
+            elif row.kind == "note":
+                notes.append(f"{name} has no effect: {row.text}")
+                if not equals and rest and (row.takes > 0 or (row.takes < 0 and WORD.fullmatch(rest[0]))):
+                    rest.popleft()
+            elif row.text not in known:
+                raise click.UsageError(f"{name} is {row.text} here, which this command does not take")
+            else:
+                out.append(row.text)
+                if row.takes and (equals or rest):  # else click says that a value is missing
+                    out.append(row.written(value if equals else rest.popleft()))
+        return out
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
+def _values(arg: str, option: click.Option, rest: deque[str]) -> list[str]:
+    """The values that belong to an option of ours, which must not be read as flags."""
+    optional = not option.is_flag and isinstance(option.flag_value, str)  # such a value is never one that looks like a flag
+    if option.is_flag or option.count or optional or (not arg.startswith("--") and len(arg) > 2):
+        return []
+    return [rest.popleft() for _ in range(min(option.nargs, len(rest)))]
+
+
+def refusal(name: str, row: OldFlag) -> Exception:
+    """The error for a flag that is refused, which names the way."""
+    from ..core.errors import UnsupportedError, UsageError
+
+    kind = UnsupportedError if row.exit_code == 5 else UsageError
+    what, _, way = row.text.partition(": ")
+    return kind(f"{name}: {what}", fix=way)
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        from .config_file import apply_config
+
+        notes: list[str] = []
+        apply_config(ctx, value, notes)
+        ctx.meta.setdefault("notes", []).extend(notes)

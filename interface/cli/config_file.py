@@ -1,0 +1,119 @@
+"""Files with options: TOML (`--config FILE`, or FILE.toml in the place of MODEL), and the JSON that ftllm writes.
+
+Keys are the names of options; `model` names the model. A key of another command's option is told and has no effect; one of no command's is
+an error. Keys of ftllm are read by the table of its flags, and what it writes for "not set" is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .command import OWN_KEYS, long_name, same_dashes
+from .old_flags import old_flag
+
+__all__ = ["apply_config", "is_config"]
+
+MAX_BYTES = 1 << 20
+UNSET = (-1, 0, "", "auto", "off", "OFF", False, None)
+"""Values with which a configuration of ftllm says that nothing is set."""
+NUMA, NUMA_THREADS = "FASTLLM_ACTIVATE_NUMA", "FASTLLM_NUMA_THREADS"
+"""Keys of ftllm's configuration that are no flags."""
+
+
+def is_config(model: str) -> bool:
+    """Whether a MODEL is a file with options: any `.toml`, and a `.json` that names a model but describes none."""
+    path = Path(model)
+    if path.suffix.lower() not in (".toml", ".json") or not path.is_file():
+        return False
+    if path.suffix.lower() == ".toml":
+        return True
+    if path.stat().st_size > MAX_BYTES:
+        return False
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "model_type" not in data and bool({"model", "path"} & set(data))
+
+
+def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
+    """Makes the file's values the defaults of a command: variables and flags win over them. notes: lines about keys without effect.
+
+    Raises click.UsageError for what is no such file and for unknown keys.
+    """
+    old = path.suffix.lower() == ".json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if old else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise click.UsageError(f"--config {path}: {error}", ctx) from None
+    except OSError as error:
+        raise click.UsageError(f"--config {path}: {error.strerror or error}", ctx) from None
+    if not isinstance(data, dict):
+        raise click.UsageError(f"--config {path}: it is no object with options", ctx)
+    names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in OWN_KEYS}
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        if old and (key == NUMA_THREADS or value in UNSET):
+            continue
+        if old and key == NUMA:
+            notes.append(f"{path.name}: '{key}' has no effect: backends place their threads themselves")
+            continue
+        name, value = _modern(same_dashes(key), value, notes, f"{path.name}: ")
+        if name is None:
+            continue
+        option = names.get(name)
+        if option is not None and not isinstance(value, dict):
+            found[str(option.name)] = _fitting(option, value)
+        elif option is None and name in _all_names():
+            notes.append(f"{path.name}: '{key}' has no effect: it is no option of `{ctx.command_path}`")
+        else:
+            known = ", ".join(sorted(n for n in names if len(n) > 1))
+            raise click.UsageError(f"--config {path}: no option '{key}'; there are {known}", ctx)
+    ctx.default_map = {**(ctx.default_map or {}), **found}
+    ctx.meta["config_path"] = str(path)
+
+
+def _modern(name: str, value: Any, notes: list[str], where: str) -> tuple[str | None, Any]:
+    """Name and value of a key as ours; no name for one without effect. Raises for those that cannot be."""
+    row = old_flag(f"--{name}")
+    if row is None or row.kind == "same" or isinstance(value, dict | list):
+        return name, value
+    if row.kind == "no":
+        from .command import refusal
+
+        raise refusal(f"{where}{name}", row)
+    if row.kind == "note":
+        notes.append(f"{where}'{name}' has no effect: {row.text}")
+        return None, value
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return row.text.lstrip("-"), row.written(text) if row.takes else value
+
+
+def _fitting(option: click.Parameter, value: Any) -> Any:
+    """The value as click takes it: a list where there may be several, text for a choice."""
+    if isinstance(option, click.Option) and option.multiple:
+        return value if isinstance(value, list) else [value]
+    if isinstance(option.type, click.Choice):
+        return {"True": "on", "False": "off"}.get(str(value), str(value))
+    return value
+
+
+def _all_names() -> set[str]:
+    """Names of the options of all commands; they are imported for it, which happens only where a key is not the command's own."""
+    from .group import COMMANDS, cli
+
+    context = click.Context(cli)
+    pending = [command for name in COMMANDS if (command := cli.get_command(context, name)) is not None]
+    found = set()
+    while pending:
+        command = pending.pop()
+        found |= {long_name(p).lstrip("-") for p in command.params}
+        if isinstance(command, click.Group):
+            pending += command.commands.values()
+    return found

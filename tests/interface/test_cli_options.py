@@ -1,0 +1,368 @@
+"""What every command takes: flags of ftllm, variables, a configuration file, and MODEL in several places."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import click
+import pytest
+
+from fastllm.cli.command import Command, long_name
+from fastllm.cli.group import COMMANDS, cli
+from fastllm.cli.old_flags import OLD_COMMANDS, OLD_FLAGS, old_flag
+
+GREEDY = ("--temperature", 0, "-n", 4, "--ignore-eos", "--backend", "ref", "--json")
+
+
+def walk() -> dict[str, click.Command]:
+    """Every command by its path."""
+    found, pending = {}, [(name, cli.get_command(click.Context(cli), name)) for name in COMMANDS]
+    while pending:
+        path, command = pending.pop()
+        found[path] = command
+        if isinstance(command, click.Group):
+            pending += [(f"{path} {name}", c) for name, c in command.commands.items()]
+    return found
+
+
+ALL = walk()
+LOADING = ("run", "server", "webui", "bench model", "plan", "backends status", "dump-config")
+EVERYWHERE = (
+    "--backend --device --threads --ctx --dtype --group-size --kv-dtype --kv-cache-size --block-size --max-batch-size --prefix-cache --lora "
+    "--chat-template --fallback --offline --strict --quiet --verbose --debug --quant-bit --no-quant-layer --moe-dtype --verify-model --progress --config"
+).split()
+
+
+def parsed(command: str, *args: object, **environment: str) -> dict:
+    """The values of a command line that is not run."""
+    context = click.Context(cli, info_name="fastllm")
+    words = [str(a) for a in args]
+    return ALL[command].make_context(command, words, parent=context).params
+
+
+@pytest.fixture
+def answer(run, tiny_model):
+    """answer(*args) -> the object of --json, of a prompt to the tiny model unless args name one."""
+
+    def call(*args, model=tiny_model):
+        done = run("run", *(() if model is None else (model,)), "--prompt", "hello", *GREEDY, *args)
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    return call
+
+
+@pytest.mark.parametrize("command", LOADING)
+def test_options_of_loading_are_there_wherever_a_model_is_loaded(command):
+    names = {o for p in ALL[command].params for o in (*p.opts, *p.secondary_opts)}
+    assert set(EVERYWHERE) <= names
+
+
+def test_every_option_of_every_command_has_a_variable_of_its_name():
+    odd = {"--backend": None, "--config": "FASTLLM_CONFIG_FILE", "--token": "HF_TOKEN"}
+    for path, command in ALL.items():
+        assert isinstance(command, Command | click.Group), path
+        if isinstance(command, click.Group):
+            continue
+        for option in command.params:
+            if isinstance(option, click.Option):
+                name = long_name(option)
+                expected = odd[name] if name in odd else f"FASTLLM_{name[2:].replace('-', '_').upper()}"
+                assert option.envvar == expected, f"{path} {name}"
+
+
+# flags of ftllm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", OLD_FLAGS, ids=lambda row: row.names[0])
+def test_every_flag_of_the_table_does_what_it_says(row, tiny_model):
+    for pattern in row.names:
+        name = pattern.replace("*", "any").replace("-", "_", 1) if pattern.startswith("---") else pattern.replace("*", "any")
+        typed = "--" + name[2:].replace("-", "_") if name.startswith("--") else name
+        takers = [c for c in ALL.values() if not isinstance(c, click.Group) and (row.kind in ("note", "no") or any(row.text in p.opts or name in p.opts for p in c.params))]
+        assert takers, f"{name}: no command takes {row.text}"
+        command = takers[0] if row.kind in ("same", "new") else ALL["run"]
+        out, notes = [], []
+        if row.kind == "no":
+            with pytest.raises(Exception, match=re.escape(name)) as raised:
+                command._written([typed, "1"], notes)
+            assert raised.value.exit_code == row.exit_code
+            assert raised.value.fix or ": " not in row.text
+            continue
+        out = command._written([typed, *(["true"] if row.takes else []), "MODEL"], notes)
+        if row.kind == "note":
+            assert out == ["MODEL"]
+            assert notes == [f"{name} has no effect: {row.text}"]
+        elif row.kind == "new":
+            assert out == [row.text, *([row.written("true")] if row.takes else []), "MODEL"]
+        else:
+            assert out == [typed, "true", "MODEL"]
+
+
+def test_values_are_written_as_ours():
+    assert parsed("server", "--tokens", 5000)["kv_cache_size"] == ("tokens", 5000)
+    assert parsed("server", "--kv_cache_limit", "2G")["kv_cache_size"] == ("bytes", 2 * 10**9)
+    assert parsed("server", "--cache_history", "false")["prefix_cache"] == "off"
+    assert parsed("server", "--prefix_cache", "true")["prefix_cache"] == "on"
+    assert parsed("server", "--enable_thinking=false")["thinking"] == "off"
+    assert parsed("server", "--kv_cache_dtype", "float16")["kv_dtype"] == "f16"
+    assert parsed("server", "--max_batch", 3, "--page_size", 32, "--chunked_prefill_size", 128)["max_batch_size"] == 3
+    assert parsed("server", "--startup-progress", "ndjson")["progress"] == "json"
+    assert parsed("server", "--dev_mode")["dev"] is True
+    assert parsed("download", "--hf_token", "x", "-j", 2)["token"] == "x"
+
+
+def test_values_of_options_are_not_read_as_flags(tiny_model):
+    assert parsed("run", tiny_model, "--prompt", "--mtp")["prompt"] == "--mtp"
+    assert parsed("run", tiny_model, "--", "--amx")["prompt_argument"] == "--amx"
+    assert parsed("run", tiny_model, "-q", "-n", 3, "--low")["max_tokens"] == 3
+
+
+def test_a_flag_without_effect_is_one_line_and_an_error_under_strict(run, tiny_model):
+    asked = ("run", tiny_model, "--prompt", "x", *GREEDY)
+    plain, noted = run(*asked), run(*asked, "--cache_fast", "true", "-l", "--autotune_layers")
+    assert noted.code == 0
+    assert json.loads(noted.out)["output_ids"] == json.loads(plain.out)["output_ids"]
+    assert [line.split(" has no effect")[0] for line in noted.err.splitlines() if "no effect" in line] == ["fastllm: --cache-fast", "fastllm: -l", "fastllm: --autotune-layers"]
+    assert "no effect" not in run(*asked, "--cache_fast", "true", "-q").err
+    strict = run(*asked, "--cache_fast", "true", "--strict")
+    assert strict.code == 2
+    assert "--strict: --cache-fast has no effect" in strict.err
+
+
+@pytest.mark.parametrize(("flags", "code", "what"), [(("--mtp", 2), 5, "drafts"), (("--tp", "0,1"), 5, "--backend NAME"), (("--api_base", "http://x"), 2, "that server"), (("--max_batch", 2), 2, "--max-batch-size")])
+def test_a_refusal_names_the_way(run, tiny_model, flags, code, what):
+    done = run("inspect", tiny_model, *flags)
+    assert done.code == code
+    assert what in done.err
+    assert "No such option" not in done.err
+
+
+@pytest.mark.parametrize("name", OLD_COMMANDS)
+def test_commands_of_ftllm_that_are_not_here_name_the_way(run, name):
+    done = run(name)
+    assert done.code == 2
+    assert OLD_COMMANDS[name] in done.err
+
+
+def test_patterns_stand_for_what_begins_so():
+    assert old_flag("--moe-cache-anything").kind == "note"
+    assert old_flag("--moe-cpu-cache").exit_code == 5
+    assert old_flag("--nosuch") is None
+
+
+# the model -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_may_be_an_option_and_the_prompt_an_argument(answer, run, tiny_model):
+    plain = answer()
+    for how in (("-p", tiny_model), ("--path", tiny_model), (f"--model={tiny_model}",)):
+        assert answer(*how, model=None)["output_ids"] == plain["output_ids"]
+    argument = run("run", tiny_model, "hello", *GREEDY)
+    assert json.loads(argument.out)["prompt_ids"] == plain["prompt_ids"]
+    assert json.loads(run("run", "-p", tiny_model, "hello", *GREEDY).out)["prompt_ids"] == plain["prompt_ids"]
+    assert run("inspect", "-p", tiny_model).out == run("inspect", tiny_model).out
+    two = run("inspect", tiny_model, "-p", "other")
+    assert (two.code, "two models" in two.err) == (2, True)
+    prompts = run("run", tiny_model, "a", "--prompt", "b")
+    assert (prompts.code, "two prompts" in prompts.err) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_a_command_that_needs_a_model_says_so(run, command):
+    done = run(command, *(("-o", "x.flm") if command == "convert" else ()))
+    assert done.code == 2
+    assert "MODEL" in done.err
+
+
+def test_the_form_of_the_binary(run, answer, tiny_model):
+    done = run("--model", tiny_model, "--prompt", "hello", *GREEDY)
+    assert json.loads(done.out)["output_ids"] == answer()["output_ids"]
+    shown = run("--model", tiny_model, "--http-mode", "--port", 9000, "--dump-config", "--backend", "ref")
+    assert shown.code == 0
+    assert "port = 9000  # command line" in shown.out
+    shown = run("--model", tiny_model, "--dump-config", "--backend", "ref")
+    assert f'model = "{tiny_model}"' in shown.out
+    assert "port" not in shown.out
+
+
+# variables and files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_a_file(tmp_path, monkeypatch, tiny_model):
+    path = tmp_path / "c.toml"
+    path.write_text('top-k = 3\nmax_tokens = 5\nkv-cache-size = "2MiB"\nprefix-cache = false\ngroup-size = 64\nstop = "x"\n')
+    got = parsed("run", tiny_model, "--config", path)
+    assert (got["top_k"], got["max_tokens"], got["kv_cache_size"], got["prefix_cache"], got["group_size"], got["stop"]) == (3, 5, ("bytes", 2 << 20), "off", "64", ("x",))
+    monkeypatch.setenv("FASTLLM_TOP_K", "4")
+    assert parsed("run", tiny_model, "--config", path)["top_k"] == 4
+    assert parsed("run", tiny_model, "--config", path, "--top-k", 5)["top_k"] == 5
+    monkeypatch.setenv("FASTLLM_CONFIG_FILE", str(path))
+    monkeypatch.setenv("FASTLLM_QUIET", "1")
+    got = parsed("run", tiny_model)
+    assert (got["max_tokens"], got["quiet"]) == (5, True)
+    monkeypatch.setenv("FASTLLM_MODEL", "other")
+    assert parsed("plan")["model"] == "other"
+    assert parsed("plan", tiny_model)["model"] == str(tiny_model)
+
+
+def test_json_and_debug_hold_as_variables_for_errors_too(run, monkeypatch):
+    monkeypatch.setenv("FASTLLM_JSON", "1")
+    assert json.loads(run("inspect", "/no/such").out)["error"]["exit_code"] == 2
+
+
+def test_a_file_of_options_may_stand_in_the_place_of_the_model(run, answer, tiny_model, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'model = "{tiny_model}"\nmax-tokens = 3\nport = 9000\n')
+    done = run("run", path, "--prompt", "hello", "--temperature", 0, "--ignore-eos", "--backend", "ref", "--json")
+    assert json.loads(done.out)["output_ids"] == answer()["output_ids"][:3]
+    assert "mine.toml: 'port' has no effect: it is no option of `fastllm run`" in done.err or "'port' has no effect" in done.err
+    assert len(answer("--max-tokens", 4, model=path)["output_ids"]) == 4
+    path.write_text("max-tokens = 3\n")
+    empty = run("run", path, "--prompt", "x")
+    assert (empty.code, "names no model" in empty.err) == (2, True)
+    path.write_text("nosuch = 3\n")
+    unknown = run("run", tiny_model, "--config", path, "--prompt", "x")
+    assert (unknown.code, "no option 'nosuch'" in unknown.err) == (2, True)
+    path.write_text("a = [")
+    broken = run("run", path, "--prompt", "x")
+    assert (broken.code, "mine.toml" in broken.err) == (2, True)
+    assert run("run", tmp_path / "absent.toml", "--prompt", "x").code == 2
+
+
+def test_a_configuration_of_ftllm_is_a_model(run, answer, tiny_model, tmp_path):
+    path = tmp_path / "config.json"
+    defaults = {"threads": -1, "dtype": "auto", "kv_cache_limit": "auto", "moe_device": "", "mtp": 0, "triton": False, "enable_amx": "false", "FASTLLM_ACTIVATE_NUMA": "OFF", "FASTLLM_NUMA_THREADS": 27}
+    path.write_text(json.dumps({"model": str(tiny_model), **defaults, "max_context_length": 32, "cache_history": "true"}))
+    done = run("run", path, "--prompt", "hello", *GREEDY)
+    assert json.loads(done.out)["output_ids"] == answer()["output_ids"]
+    assert "context of 32" in run("run", path, "--prompt", "x" * 60, "--backend", "ref").err
+    path.write_text(json.dumps({"model": str(tiny_model), "tp": "0,1"}))
+    assert run("run", path, "--prompt", "x").code == 5
+    path.write_text(json.dumps({"model_type": "llama", "model": "x"}))
+    assert "configuration alone" in run("run", path, "--prompt", "x").err
+
+
+@pytest.mark.parametrize("command", ["run", "dump-config"])
+def test_what_is_dumped_gives_the_same_again(run, answer, tiny_model, tmp_path, monkeypatch, command):
+    monkeypatch.setenv("FASTLLM_TOP_K", "7")
+    path = tmp_path / "out.toml"
+    asked = (tiny_model, "--ctx", 48, "--backend", "ref", "--stop", "zz") if command == "run" else (tiny_model, "--ctx", 48, "--backend", "ref")
+    done = run(command, *asked, *(("--dump-config",) if command == "run" else ("-o", path)))
+    assert done.code == 0, done.err
+    if command == "run":
+        path.write_text(done.out)
+    text = path.read_text()
+    assert "ctx = 48  # command line" in text
+    assert "top-k = 7  # variable FASTLLM_TOP_K" in text
+    assert "temperature = 0.5  # generation_config.json" in text
+    assert re.search(r'^backend = "ref', text, re.MULTILINE)
+    monkeypatch.delenv("FASTLLM_TOP_K")
+    got = parsed("run", path)
+    assert (got["ctx"], got["top_k"], got["temperature"]) == (48, 7, 0.5)
+    assert got["backend"].startswith("ref")
+    assert "no effect" not in run("run", path, "--prompt", "x", "-n", 1).err
+    again = run(command, path, *(("--dump-config",) if command == "run" else ("--json",)))
+    assert again.code == 0, again.err
+    assert "out.toml" in again.out
+
+
+def test_a_dump_as_json_names_origins_and_no_secrets(run, tiny_model):
+    found = json.loads(run("dump-config", tiny_model, "--api-key", "a-secret-key", "--json", "--backend", "ref").out)
+    assert found["model"] == str(tiny_model)
+    assert found["values"]["ctx"] == {"value": 64, "origin": "the model's own"}
+    assert "a-secret-key" not in json.dumps(found)
+    assert "a-secret-key" not in run("dump-config", tiny_model, "--api-key", "a-secret-key", "--backend", "ref").out
+
+
+# single options ------------------------------------------------------------------------------------------------------------
+
+
+def test_bits_are_a_dtype(run, tiny_model):
+    wanted = ("--group-size", 32, "--backend", "ref", "--json", "--no-measure")
+    plain, bits = (json.loads(run("plan", tiny_model, *a, *wanted).out)["weights_bytes"] for a in (("--dtype", "int8"), ("--quant-bit", 8)))
+    assert plain == bits
+    differ = run("plan", tiny_model, "--quant-bit", 4, "--dtype", "int8")
+    assert (differ.code, "differ" in differ.err) == (2, True)
+    assert run("plan", tiny_model, "--quant-bit", 5).code == 2
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "cpu_avx"), ("ref", "ref"), ("CPU", "cpu_avx")])
+def test_a_device_names_the_backend(run, tiny_model, device, backend):
+    assert json.loads(run("plan", tiny_model, "--device", device, "--json", "--no-measure").out)["backend"] == backend
+
+
+@pytest.mark.parametrize(("options", "code"), [(("--device", "0"), 2), (("--device", "cuda:0,1"), 5), (("--device", "{'cuda:0':1}"), 5), (("--device", "cpu", "--backend", "ref"), 2), (("--device", "cuda"), 2), (("--device", "1", "--backend", "ref:0"), 2)])
+def test_devices_that_cannot_be(run, tiny_model, options, code):
+    assert run("plan", tiny_model, *options).code == code
+
+
+def test_a_template_may_be_another_one(run, answer, tiny_model, tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert len(answer("--chat-template", path)["prompt_ids"]) == len("hello")
+    path.write_text("{% for x in")
+    assert run("run", tiny_model, "--prompt", "x", "--chat-template", path).code == 1
+    assert run("run", tiny_model, "--prompt", "x", "--chat-template", tmp_path / "absent").code == 1
+
+
+def test_the_tokenizer_may_be_of_another_folder(run, answer, tiny_model, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, folder / name)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0]['content'] }}"}))
+    assert len(answer("--tokenizer-from", folder)["prompt_ids"]) == len("hello")
+    (folder / "tokenizer.json").unlink()
+    none = run("run", tiny_model, "--prompt", "x", "--ori", folder)
+    assert (none.code, "no tokenizer" in none.err) == (1, True)
+
+
+def test_a_model_is_verified_before_it_is_loaded(run, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    assert run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref", "--verify-model").code == 0
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-2:] = b"\x80\x7f"  # a bf16 infinity
+    (folder / "model.safetensors").write_bytes(data)
+    assert run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref").code in (0, 1)
+    broken = run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref", "--verify-model")
+    assert broken.code == 1
+    assert "infinity" in broken.err
+
+
+def test_the_cache_of_a_chat_has_the_size_that_was_asked_for(run, tiny_model):
+    asked = ("plan", tiny_model, "--backend", "ref", "--json", "--no-measure")
+    one, four, blocks = (json.loads(run(*asked, *a).out) for a in ((), ("--max-batch-size", 4), ("--kv-cache-size", "192tok", "--block-size", 32)))
+    assert (one["sequences"], four["sequences"]) == (1, 4)
+    assert four["cache_bytes"] == 4 * one["cache_bytes"]
+    assert blocks["cache_bytes"] == 3 * one["cache_bytes"]
+
+
+THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}NO{% endif %}"
+
+
+def test_thinking_is_a_switch_of_the_template(run, answer, tiny_model, tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text(THINKS)
+    plain, off, on = (len(answer("--chat-template", path, *a)["prompt_ids"]) for a in ((), ("--thinking", "off"), ("--thinking", "on")))
+    assert (off - plain, on - plain) == (2, 0)
+    asked = ("run", tiny_model, "--prompt", "x", *GREEDY, "--thinking", "off")
+    assert "--thinking has no effect" in run(*asked).err
+    assert run(*asked, "--strict").code == 2
+
+
+def test_progress_as_events_makes_every_line_of_stderr_an_object(run, tiny_model):
+    done = run("run", tiny_model, "--prompt", "x", "-n", 2, "--backend", "ref", "--progress", "json", "--cache_fast", "true")
+    events = [json.loads(line) for line in done.err.splitlines()]
+    kinds = {e["event"] for e in events}
+    assert kinds == {"message", "progress"}
+    load = [e for e in events if e["event"] == "progress"]
+    assert load[-1]["what"] == "load"
+    assert load[-1]["done"] == load[-1]["total"]
+    assert any("tok" in e["text"] and "ttft" in e["text"] for e in events if e["event"] == "message")
+    failed = run("run", "/no/such", "--prompt", "x", "--progress=json")
+    [event] = [json.loads(line) for line in failed.err.splitlines()]
+    assert (event["event"], event["exit_code"]) == ("error", 2)
