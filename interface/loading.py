@@ -28,6 +28,7 @@ from .core.errors import (
     ModelFileError,
     OutOfMemory,
     TokenizerError,
+    UnsupportedError,
     UsageError,
 )
 from .core.graph import KV_DTYPES, KVSpec, SlotSpec, with_kv_dtype
@@ -281,6 +282,8 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     from .core.plugins import BackendRegistry
 
     options.check()
+    if options.lora:
+        raise UnsupportedError("LoRA adapters are not merged while a model is loaded", who=str(options.lora[0]), fix="merge it into the weights first, and name that folder")
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
     selection = registry.select(options.backend)
     for line in registry.messages:

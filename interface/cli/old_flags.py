@@ -66,7 +66,7 @@ OLD_FLAGS: Final = (
     _same("--device", "cpu, cuda, opencl, or a device of --backend; several devices: exit 5"),
     _same("--cache-dir"),
     _same("--chat-template"),
-    _same("--lora", "merged into the weights while they are loaded"),
+    _same("--lora", "refused with exit code 5 until adapters can be merged"),
     _same("--top-p --top-k --temperature --repeat-penalty", "of `server`: what requests get that do not say"),
     _same("--model-name", "may be repeated"),
     _same("--api-key", "may be repeated; better `--api-key-file`"),

@@ -73,7 +73,7 @@ _model = (
     click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
     click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
     *_weights,
-    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter (PEFT) that is merged into the weights; may be repeated."),
+    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter: refused with exit code 5 until adapters can be merged."),
     click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
     click.option("--kv-cache-size", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
     click.option("--block-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
