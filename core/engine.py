@@ -364,7 +364,7 @@ class Engine:
     def _rows(self, step: ScheduledStep) -> SamplerRows:
         """The sampler's arrays, asked for when the step's logits are there."""
         masks = self._masks(step) if self._held else None
-        if step.fresh or masks is not None or not move_rows(self._sampler_rows, self._states):
+        if step.fresh or not move_rows(self._sampler_rows, self._states, masks):
             self._sampler_rows = build_rows(self._states, self._vocab_size, masks)
         return self._sampler_rows
 

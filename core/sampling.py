@@ -43,6 +43,7 @@ __all__ = ["BUILT_IN", "SamplerState", "SamplingParams", "build_rows", "effectiv
 
 MAX_INT: Final = 2**31 - 1
 BAN: Final = -100.0  # a logit bias of this value or -inf leaves the token no chance
+ALL: Final = 0xFFFFFFFF  # a word of a mask that bans nothing
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES, MAX_LOGPROBS = 16, 256, 16, 20
 
 
@@ -316,16 +317,19 @@ def build_rows(
     )  # fmt: skip
 
 
-def move_rows(rows: SamplerRows, states: Sequence[SamplerState]) -> bool:
+def move_rows(rows: SamplerRows, states: Sequence[SamplerState], masks: Sequence[np.ndarray | None] | None = None) -> bool:
     """Turns the arrays of a step into those of the next step of the same states. False, with nothing of use in them, where more than the
-    uniform numbers changes: a row has a mask, or adjustments."""
-    if rows.mask is not None or len(rows.adjust_ids):
+    uniform numbers and the masks (as of `build_rows`) changes: a row has adjustments, or there were no masks."""
+    if (rows.mask is None) != (masks is None) or len(rows.adjust_ids):
         return False
     u = rows.u
     for r, state in enumerate(states):
         if state._slots:
             return False
         u[r] = state.draw()
+    if masks is not None:
+        for row, mask in zip(rows.mask, masks, strict=True):
+            row[:] = ALL if mask is None else mask
     return True
 
 
@@ -345,7 +349,7 @@ def _stacked(masks: Sequence[np.ndarray | None] | None, rows: int, words: int) -
         return None
     if len(masks) != rows:
         raise InvalidRequest(f"{len(masks)} masks for {rows} rows", who="masks")
-    stacked = np.full((rows, words), 0xFFFFFFFF, np.uint32)
+    stacked = np.full((rows, words), ALL, np.uint32)
     for row, mask in zip(stacked, masks, strict=True):
         if mask is None:
             continue

@@ -14,9 +14,10 @@ import json
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, Final
 
 import llguidance
@@ -43,30 +44,68 @@ PROBE_S: Final = 0.5
 PROBE_FIRST: Final = (",", '"', ":", "{", "[", "1", "]", "}")  # tokens that lead on through JSON
 
 
+class Worker:
+    """One thread that computes masks, in the order in which they were asked for. It starts with the first, and ends when nobody has this object any more."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Matcher | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, matcher: Matcher) -> None:
+        """The mask of this matcher is wanted."""
+        if self._thread is None:
+            self._start()
+        self._queue.put(matcher)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=_work, args=(self._queue,), name="fastllm-mask", daemon=True)
+                thread.start()
+                self._thread = thread
+                weakref.finalize(self, self._queue.put, None)
+
+
+def _work(queue: SimpleQueue[Matcher | None]) -> None:
+    while (matcher := queue.get()) is not None:
+        matcher.work()
+        del matcher  # it may be the last that holds on to its grammar
+
+
 class Matcher:
     """One answer's place in a grammar (`fastllm.core.request.TokenConstraint`). worker: computes the next mask as soon as a token is known,
-    beside the step that reads that token; the library works without Python's lock."""
+    beside the step that reads that token; the library works without Python's lock. words: u32 of a mask, of the model's rows; known: of them those of the tokenizer's ids."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, words: int, worker: ThreadPoolExecutor, first: np.ndarray | None = None):
-        self._matcher, self._words, self._worker = matcher, words, worker
+    def __init__(self, matcher: llguidance.LLMatcher, words: int, known: int, worker: Worker, first: np.ndarray | None = None):
+        self._matcher, self._words, self._known, self._worker = matcher, words, known, worker
         self._ready: np.ndarray | None = first
-        self._coming: Future[np.ndarray] | None = None
+        self._own: np.ndarray | None = None  # u32 [≥ words]: this matcher's masks, one after the other
+        self._at: tuple[int, int] = (0, 0)  # where the library writes: address, bytes
+        self._coming = False
+        self._done = threading.Lock()  # held from `ahead` until the mask is there
+        self._error: EngineError | None = None
 
     def mask(self) -> np.ndarray:
-        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next. Raises EngineError if the grammar grew beyond the
-        library's limits."""
-        if self._coming is not None:
-            self._ready, self._coming = self._coming.result(), None
-        elif self._ready is None:
-            self._ready = self._compute()
+        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises EngineError if the grammar grew
+        beyond the library's limits."""
+        if self._ready is None:
+            if self._coming:
+                self._wait()
+            else:
+                self._compute()
+            if self._error is not None:
+                raise self._error
+            assert self._own is not None
+            self._ready = self._own[: self._words]
         return self._ready
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token of the answer. True: the grammar is complete, and nothing may follow. Raises EngineError for a token that
         the grammar does not allow."""
-        if self._coming is not None:
-            self._coming.result()  # the library's matcher is not for two threads
-        self._ready = self._coming = None
+        if self._coming:
+            self._wait()  # the library's matcher is not for two threads
+        self._ready = None
         if not self._matcher.consume_token(token_id):
             raise self._failed()
         if self._matcher.is_stopped():
@@ -76,14 +115,29 @@ class Matcher:
 
     def ahead(self) -> None:
         """Begins to compute the next mask."""
-        if self._ready is None and self._coming is None:
-            self._coming = self._worker.submit(self._compute)
+        if self._ready is None and not self._coming:
+            self._coming = True
+            self._done.acquire()
+            self._worker.put(self)
+
+    def work(self) -> None:
+        """Computes the mask that was asked for; in the worker's thread."""
+        try:
+            self._compute()
+        except Exception as error:  # the thread is everybody's
+            self._error = EngineError("the grammar of this answer cannot be followed", why=f"{type(error).__name__}: {error}")
+        finally:
+            self._done.release()
+
+    def _wait(self) -> None:
+        with self._done:
+            self._coming = False
 
     def feed(self, token_ids: list[int]) -> bool:
         """Takes a text that somebody has written already. False: the grammar does not go on so, and nothing more can be done with this matcher."""
-        if self._coming is not None:
-            self._coming.result()
-        self._ready = self._coming = None
+        if self._coming:
+            self._wait()
+        self._ready = None
         return self._matcher.try_consume_tokens(token_ids) == len(token_ids) and not self._matcher.is_error()
 
     @property
@@ -100,13 +154,13 @@ class Matcher:
         """Tokens that must come next, whatever the model says."""
         return list(self._matcher.compute_ff_tokens())
 
-    def _compute(self) -> np.ndarray:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)  # of the tokenizer's ids; the model may have more rows
+    def _compute(self) -> None:
+        if self._own is None:
+            self._own = np.zeros(max(self._words, self._known), np.uint32)  # rows of the model that the tokenizer does not know are never allowed
+            self._at = self._own.ctypes.data, 4 * self._known
+        self._matcher.unsafe_compute_mask_ptr(*self._at)
         if self._matcher.is_error():
-            raise self._failed()
-        mask = np.zeros(self._words, np.uint32)
-        mask[: len(bits)] = bits[: self._words]
-        return mask
+            self._error = self._failed()
 
     def _failed(self) -> EngineError:
         reason = str(self._matcher.get_error()).partition("\n")[0]
@@ -116,7 +170,7 @@ class Matcher:
 class Grammar:
     """A compiled grammar. Calling it makes a matcher, one for each answer. kind: what it was made of; source_bytes: of how many bytes."""
 
-    def __init__(self, kind: str, compiled: llguidance.LLMatcher, words: int, source_bytes: int, worker: ThreadPoolExecutor):
+    def __init__(self, kind: str, compiled: llguidance.LLMatcher, words: tuple[int, int], source_bytes: int, worker: Worker):
         self.kind, self.source_bytes, self._compiled, self._words, self._worker = kind, source_bytes, compiled, words, worker
         self._lock = threading.Lock()
         self._first: np.ndarray | None = None  # mask of every answer's first token
@@ -125,8 +179,8 @@ class Grammar:
         """A fresh matcher. May be called from any thread."""
         with self._lock:
             if self._first is None:
-                self._first = Matcher(self._compiled.deep_copy(), self._words, self._worker).mask()
-            return Matcher(self._compiled.deep_copy(), self._words, self._worker, self._first)
+                self._first = Matcher(self._compiled.deep_copy(), *self._words, self._worker).mask()
+            return Matcher(self._compiled.deep_copy(), *self._words, self._worker, self._first)
 
 
 class _Wrapped:
@@ -181,7 +235,7 @@ class GrammarCompiler:
         self._kept_bytes = 0
         self._banned: dict[tuple[bytes, ...], BannedTexts] = {}
         self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, "fastllm-mask")  # its thread is started by the first mask, and ends with this object
+        self._worker = Worker()
 
     def json_schema(self, schema: Any, param: str = "response_format") -> Grammar:
         """JSON that fits a schema (a dict, or a bool). References must be local (`#/…`)."""
@@ -296,7 +350,8 @@ class GrammarCompiler:
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
             raise refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
-        grammar = Grammar(kind, matcher, self._words, len(raw), self._worker)
+        words = self._words, (self._tokenizer.vocab_size + 31) // 32
+        grammar = Grammar(kind, matcher, words, len(raw), self._worker)
         try:
             self._probe(grammar())  # a grammar that is too large to follow is refused here, and not in the middle of an answer
         except EngineError as error:

@@ -8,7 +8,7 @@ import pytest
 from fastllm.core.engine import Engine
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.core.request import Request
-from fastllm.core.sampling import SamplerState, SamplingParams, build_rows
+from fastllm.core.sampling import SamplerState, SamplingParams, build_rows, move_rows
 
 from .fake_runner import VOCAB, FakeRunner, alone
 
@@ -175,3 +175,27 @@ def test_a_wrong_mask_fails_its_own_request(engine, mask):
             list(engine.submit(Request([1, 2, 3], params, constraint=lambda: Wrong({1}))))
         assert [e.token_id for e in good] == alone([3, 2], params)[0]
     assert engine.healthy
+
+
+def test_rows_with_masks_that_are_moved_on_are_those_that_would_be_built():
+    """The native sampler keeps pointers into the arrays: they are written in place, and what it chooses is what new arrays give."""
+    rng, logits = np.random.default_rng(0), np.random.default_rng(1).normal(size=(3, VOCAB)).astype(np.float32)
+    states = [SamplerState(SamplingParams(temperature=1.0, seed=s), [1, 2], s) for s in range(3)]
+
+    def masks():
+        drawn = [rng.integers(1, 2**32, WORDS, dtype=np.uint64).astype(np.uint32) for _ in states]
+        return [None if rng.random() < 0.3 else mask for mask in drawn[:2]] + drawn[2:]
+
+    rows = build_rows(states, VOCAB, masks())
+    kernel = rows.kernel
+    for _ in range(60):
+        for state in states:
+            state.append(5)
+        wanted = masks()
+        assert move_rows(rows, states, wanted)
+        assert rows.kernel is kernel
+        built = build_rows(states, VOCAB, wanted)
+        assert (rows.mask == built.mask).all()
+        assert kernel.choose(logits).tolist() == built.kernel.choose(logits).tolist()
+    assert not move_rows(rows, states), "a step without masks has no use for arrays with some"
+    assert not move_rows(build_rows(states, VOCAB), states, masks())

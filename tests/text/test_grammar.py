@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
-from fastllm.text.grammar import MAX_KEPT, GrammarCompiler
+from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, Worker
 from tests.interface.conftest import byte_tokenizer
 
 VOCAB = 300  # more rows than the tokenizer has pieces
@@ -255,3 +255,28 @@ def test_a_tokenizer_that_normalises_changes_no_text_of_a_grammar(kind, text):
     assert json.loads(said) == {text: text}
     matcher = compiler.choice([text, text + "!"])()
     assert tokenizer.decode(matcher.forced(), skip_special=False) == text
+
+
+def test_an_error_of_the_worker_is_the_answers_own_and_the_next_mask_is_computed(compiler):
+    matcher = compiler.regex("[ab]{9}")()
+    matcher._at = (0, 3)  # no memory that the library takes
+    matcher._own = np.zeros(1, np.uint32)
+    matcher._ready = None
+    matcher.ahead()
+    with pytest.raises(EngineError, match="cannot be followed"):
+        matcher.mask()
+    other = compiler.regex("[ab]{9}")()
+    other._ready = None
+    other.ahead()
+    assert other.mask().any()
+
+
+def test_the_thread_of_masks_ends_when_nobody_has_its_worker():
+    worker = Worker()
+    matcher = type("Asked", (), {"work": lambda self: None})()
+    worker.put(matcher)
+    thread = worker._thread
+    assert thread.is_alive()
+    del worker
+    thread.join(30)
+    assert not thread.is_alive()
