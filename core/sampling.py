@@ -327,7 +327,7 @@ def move_rows(rows: SamplerRows, states: Sequence[SamplerState], masks: Sequence
         if state._slots:
             return False
         u[r] = state.draw()
-    if masks is not None:
+    if masks is not None and rows.mask is not None:
         for row, mask in zip(rows.mask, masks, strict=True):
             row[:] = ALL if mask is None else mask
     return True
