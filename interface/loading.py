@@ -28,7 +28,6 @@ from .core.errors import (
     ModelFileError,
     OutOfMemory,
     TokenizerError,
-    UnsupportedError,
     UsageError,
 )
 from .core.graph import KV_DTYPES, KVSpec, SlotSpec, with_kv_dtype
@@ -256,6 +255,10 @@ def open_files(model: str | os.PathLike[str], options: LoadOptions) -> ModelFile
             files.tokenizer, files.chat_template, files.generation_config = read_text_side(resolved(options.tokenizer_from, options))
         if options.chat_template is not None:
             files.chat_template = read_template(Path(options.chat_template))
+        if options.lora:
+            from .formats.lora import merge_adapters
+
+            merge_adapters(files, [Path(folder) for folder in options.lora])
     except BaseException:
         files.close()
         raise
@@ -282,8 +285,6 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     from .core.plugins import BackendRegistry
 
     options.check()
-    if options.lora:
-        raise UnsupportedError("LoRA adapters are not merged while a model is loaded", who=str(options.lora[0]), fix="merge it into the weights first, and name that folder")
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
     selection = registry.select(options.backend)
     for line in registry.messages:

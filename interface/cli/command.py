@@ -48,6 +48,20 @@ class ModelArgument(click.Argument):
         self.needed = needed
 
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Names of models that are here or can be fetched; the shell adds files."""
+        from click.shell_completion import CompletionItem
+
+        from ..core.errors import FastLLMError
+        from ..formats.sources import ALIASES, list_cached
+
+        try:
+            names = sorted({*ALIASES, *(model.name for model in list_cached())})
+        except (FastLLMError, OSError):
+            names = sorted(ALIASES)
+        return [*(CompletionItem(name) for name in names if name.startswith(incomplete)), CompletionItem(incomplete, type="file")]
+
+
 def model_argument(needed: bool = False) -> Callable[[F], F]:
     """MODEL as argument, or as `-p`, `--path`, `--model`."""
 
@@ -74,19 +88,15 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses, after flags of ftllm are written as ours; a model that is a configuration is read, and the line parsed again."""
+        if ctx.resilient_parsing:  # a line that is being typed
+            return super().parse_args(ctx, args)
         notes: list[str] = []
         args = self._written(args, notes)
         rest = super().parse_args(ctx, list(args))
-        if "model_flag" in ctx.params and not ctx.resilient_parsing:
-            from .config_file import apply_config, is_config
-
+        if "model_flag" in ctx.params:
             given = self._model(ctx)
-            if given is not None and is_config(given):
-                apply_config(ctx, Path(given), notes)
-                ctx.params.clear()
-                rest = super().parse_args(ctx, list(args))
-                if self._model(ctx) == given:
-                    ctx.params["model"] = self._own_model(ctx)
+            if given is not None and given.lower().endswith((".toml", ".json")):
+                rest = self._configured(ctx, args, rest, given, notes)
         for line in (*ctx.meta.pop("notes", ()), *notes):
             if ctx.params.get("strict"):
                 raise click.UsageError(f"--strict: {line}", ctx)
@@ -103,6 +113,18 @@ class Command(click.Command):
 
             return print_config(ctx)
         return super().invoke(ctx)
+
+    def _configured(self, ctx: click.Context, args: list[str], rest: list[str], given: str, notes: list[str]) -> list[str]:
+        """Parses again with the values of the configuration that stands in the place of the model, if it is one."""
+        from .config_file import apply_config, is_config
+
+        if is_config(given):
+            apply_config(ctx, Path(given), notes)
+            ctx.params.clear()
+            rest = super().parse_args(ctx, list(args))
+            if self._model(ctx) == given:
+                ctx.params["model"] = self._own_model(ctx)
+        return rest
 
     def _model(self, ctx: click.Context) -> str | None:
         """Settles `model` (and PROMPT of `run`) from argument and option; returns the model."""
@@ -157,9 +179,10 @@ class Command(click.Command):
             elif row.text not in known:
                 raise click.UsageError(f"{name} is {row.text} here, which this command does not take")
             else:
-                out.append(row.text)
+                words = [row.text]
                 if row.takes and (equals or rest):  # else click says that a value is missing
-                    out.append(row.written(value if equals else rest.popleft()))
+                    words.append(row.written(value if equals else rest.popleft()))
+                out += words if words[-1] else []
         return out
 
 

@@ -92,7 +92,8 @@ def _modern(name: str, value: Any, notes: list[str], where: str) -> tuple[str | 
         notes.append(f"{where}'{name}' has no effect: {row.text}")
         return None, value
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return row.text.lstrip("-"), row.written(text) if row.takes else value
+    written = row.written(text) if row.takes else value
+    return (row.text.lstrip("-") if written != "" else None), written
 
 
 def _fitting(option: click.Parameter, value: Any) -> Any:

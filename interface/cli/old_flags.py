@@ -14,13 +14,15 @@ from typing import Final, Literal
 __all__ = ["OLD_COMMANDS", "OLD_FLAGS", "OldFlag", "old_flag"]
 
 ON_OFF: Final = {"true": "on", "1": "on", "yes": "on", "enable": "on", "false": "off", "0": "off", "no": "off", "disable": "off"}
+UNSET: Final = {"auto": "", "-1": ""}
+"""What ftllm takes for "not set"."""
 
 
 @dataclass(frozen=True)
 class OldFlag:
     """One row. names: as typed, with `-` for `_`; `--moe-cache-*` stands for all that begin so. kind: what happens. text: our spelling
     (`new`, `same`), why it has no effect (`note`), or the way to go (`no`). takes: values that follow; -1: one, if it is no option.
-    form: how its value is written for us, `{}` stands for it; values: single values that are written otherwise. exit_code: of a refusal,
+    form: how its value is written for us, `{}` stands for it; values: single values that are written otherwise, "" leaves the option out. exit_code: of a refusal,
     5 for what is not built."""
 
     names: tuple[str, ...]
@@ -66,18 +68,18 @@ OLD_FLAGS: Final = (
     _same("--device", "cpu, cuda, opencl, or a device of --backend; several devices: exit 5"),
     _same("--cache-dir"),
     _same("--chat-template"),
-    _same("--lora", "refused with exit code 5 until adapters can be merged"),
+    _same("--lora", "may be repeated; adapters are merged into the weights of a Hugging Face folder"),
     _same("--top-p --top-k --temperature --repeat-penalty", "of `server`: what requests get that do not say"),
     _same("--model-name", "may be repeated"),
     _same("--api-key", "may be repeated; better `--api-key-file`"),
     _same("--host --port", "the default is 127.0.0.1:8000; other addresses need a key, or `--insecure`"),
     _same("--input-tokens --output-tokens --batch --warmup", "of `bench`; `--batch` from 2 on, one stream is always measured"),
-    _new("--kv-cache-dtype", "--kv-dtype", values={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "fp16": "f16"}),
-    _new("--kv-cache-limit", "--kv-cache-size"),
-    _new("--tokens", "--kv-cache-size", form="{}tok"),
-    _new("--page-size", "--block-size"),
-    _new("--max-batch", "--max-batch-size"),
-    _new("--chunked-prefill-size", "--prefill-chunk"),
+    _new("--kv-cache-dtype", "--kv-dtype", values={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "fp16": "f16", "auto": ""}),
+    _new("--kv-cache-limit", "--kv-cache-size", values=UNSET),
+    _new("--tokens", "--kv-cache-size", form="{}tok", values=UNSET),
+    _new("--page-size", "--block-size", values=UNSET),
+    _new("--max-batch", "--max-batch-size", values=UNSET),
+    _new("--chunked-prefill-size", "--prefill-chunk", values=UNSET),
     _new("--prefill-batch-tokens --max-step-tokens", "--prefill-chunk"),
     _new("--max-context-length", "--ctx"),
     _new("--prefix-cache", "--prefix-cache", values=ON_OFF),

@@ -45,6 +45,7 @@ _weights = (
     click.option("--moe-dtype", metavar="NAME", help="The type of routed experts.  [default: that of the rest]"),
     click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
     click.option("--dtype-config", type=_path(), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
+    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter (PEFT) to merge into the weights of a Hugging Face folder; may be repeated."),
     click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
 )
 
@@ -73,7 +74,6 @@ _model = (
     click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
     click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
     *_weights,
-    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter: refused with exit code 5 until adapters can be merged."),
     click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
     click.option("--kv-cache-size", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
     click.option("--block-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
@@ -131,7 +131,7 @@ def output_options(command: F) -> F:
 
 
 def weight_options(command: F) -> F:
-    """--dtype … --allow-requantize."""
+    """--dtype … --lora, --allow-requantize."""
     return _together(*_weights)(command)
 
 
@@ -177,8 +177,9 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
 
 
 def dtype_of(values: Mapping[str, Any]) -> str | None:
-    """`--dtype`, or what `--quant-bit` means. Raises click.UsageError if they differ."""
+    """`--dtype`, where auto is as stored, or what `--quant-bit` means. Raises click.UsageError if they differ."""
     dtype, bits = values.get("dtype"), values.get("quant_bit")
+    dtype = None if dtype == "auto" else dtype
     if bits is None:
         return dtype
     if dtype is not None and not dtype.lower().startswith(f"int{bits}"):

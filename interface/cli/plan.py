@@ -43,7 +43,7 @@ def plan_command(model: str | None, **values: Any) -> None:
     if values["as_json"]:
         click.echo(json.dumps(facts, indent=1))
         return
-    for key in ("model", "backend", "context", "sequences"):
+    for key in ("model", "backend", "threads", "context", "sequences"):
         click.echo(f"{key:22} {facts[key]}")
     for key in ("weights", "cache", "activations", "total", "available"):
         size = facts[f"{key}_bytes"]
@@ -84,6 +84,7 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "architecture": planned.definition.architecture,
         "backend": planned.selection.name,
         "backend_origin": planned.selection.origin,
+        "threads": _threads(planned),
         "context": planned.context,
         "sequences": plan.limits.max_sequences,
         "weights_bytes": weights,
@@ -104,6 +105,15 @@ def describe(planned: ModelPlan, *, measure: bool) -> dict[str, Any]:
         "read_bytes_per_s": bandwidth,
         "tokens_per_s_limit": bandwidth / per_token if bandwidth and per_token else None,
     }
+
+
+def _threads(planned: ModelPlan) -> str:
+    """How many, and why."""
+    count, name = planned.backends[planned.selection.name].threads, planned.selection.name
+    if "threads" not in planned.selection.spec.options:
+        return str(count)
+    asked = planned.options.threads or planned.options.backend_options.get("threads")
+    return f"{count}: asked for" if asked else str(planned.registry.environment(name).get("threads", count))
 
 
 def _layers(planned: ModelPlan) -> list[dict[str, str]]:

@@ -109,6 +109,7 @@ def test_values_are_written_as_ours():
     assert parsed("server", "--enable_thinking=false")["thinking"] == "off"
     assert parsed("server", "--kv_cache_dtype", "float16")["kv_dtype"] == "f16"
     assert parsed("server", "--max_batch", 3, "--page_size", 32, "--chunked_prefill_size", 128)["max_batch_size"] == 3
+    assert parsed("server", "--max_batch", -1, "--kv_cache_limit", "auto", "--kv_cache_dtype=auto")["kv_cache_size"] is None
     assert parsed("server", "--startup-progress", "ndjson")["progress"] == "json"
     assert parsed("server", "--dev_mode")["dev"] is True
     assert parsed("download", "--hf_token", "x", "-j", 2)["token"] == "x"
@@ -281,6 +282,7 @@ def test_a_dump_as_json_names_origins_and_no_secrets(run, tiny_model):
 
 
 def test_bits_are_a_dtype(run, tiny_model):
+    assert run("plan", tiny_model, "--dtype", "auto", "--backend", "ref", "--no-measure").code == 0
     wanted = ("--group-size", 32, "--backend", "ref", "--json", "--no-measure")
     plain, bits = (json.loads(run("plan", tiny_model, *a, *wanted).out)["weights_bytes"] for a in (("--dtype", "int8"), ("--quant-bit", 8)))
     assert plain == bits
@@ -366,3 +368,42 @@ def test_progress_as_events_makes_every_line_of_stderr_an_object(run, tiny_model
     failed = run("run", "/no/such", "--prompt", "x", "--progress=json")
     [event] = [json.loads(line) for line in failed.err.splitlines()]
     assert (event["event"], event["exit_code"]) == ("error", 2)
+
+
+# the shell -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "incomplete", "offered"),
+    [
+        ([], "du", {"dump-config"}),
+        (["run"], "--prefix", {"--prefix-cache"}),
+        (["run"], "smo", {"smollm2"}),
+        (["show", "--mtp"], "gemma3-", {"gemma3-270m"}),
+        (["server", "--schedule"], "", {"fcfs", "shortest-remaining"}),
+        (["backends"], "sh", {"show"}),
+    ],
+)
+def test_lines_are_completed(typed, incomplete, offered, monkeypatch, tmp_path):
+    from click.shell_completion import BashComplete
+
+    monkeypatch.setenv("FASTLLM_HOME", str(tmp_path))
+    found = BashComplete(cli, {}, "fastllm", "_FASTLLM_COMPLETE").get_completions(typed, incomplete)
+    assert offered <= {item.value for item in found}
+
+
+@pytest.mark.parametrize(("shell", "what"), [("bash", "complete -o nosort -F"), ("zsh", "#compdef fastllm"), ("fish", "complete --no-files --command fastllm")])
+def test_each_shell_gets_a_script(fastllm, shell, what):
+    done = fastllm("", env={"_FASTLLM_COMPLETE": f"{shell}_source"})
+    assert done.returncode == 0
+    assert what in done.stdout
+
+
+def test_commands_and_choices_take_dashes_and_underscores(run, tiny_model):
+    done = run("dump_config", tiny_model, "--backend", "ref", "--schedule", "shortest_remaining", "--log_format", "json")
+    assert done.code == 0
+    assert 'schedule = "shortest-remaining"  # command line' in done.out
+
+
+def test_the_configuration_of_a_file_itself(run, tiny_model):
+    assert json.loads(run("inspect", tiny_model, "--dump-config").out) == json.loads((tiny_model / "config.json").read_text())
