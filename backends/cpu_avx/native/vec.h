@@ -252,21 +252,21 @@ FL_INLINE f32xw maxw(f32xw a, f32xw b) { /* NaN in either gives b */
 }
 /* The largest lane of those that are no NaN. */
 FL_INLINE float topw(f32xw v) {
-    f32x4 a, b;
 #if FL_WIDE == 16
-    f32x8 low, high;
-    memcpy(&low, &v, sizeof low);
-    memcpy(&high, (const char *)&v + sizeof low, sizeof high);
-    low = max8(low, high);
+    __m512 a = (__m512)v;
+    a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0x4e));
+    a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0xb1));
+    a = _mm512_max_ps(a, _mm512_permute_ps(a, 0x4e));
+    return _mm512_cvtss_f32(_mm512_max_ps(a, _mm512_permute_ps(a, 0xb1)));
 #else
-    f32x8 low = v;
-#endif
-    memcpy(&a, &low, sizeof a);
-    memcpy(&b, (const char *)&low + sizeof a, sizeof b);
+    f32x4 a, b;
+    memcpy(&a, &v, sizeof a);
+    memcpy(&b, (const char *)&v + sizeof a, sizeof b);
     i32x4 more = a > b;
     a = (f32x4)(((i32x4)a & more) | ((i32x4)b & ~more));
     float first = a[0] > a[1] ? a[0] : a[1], second = a[2] > a[3] ? a[2] : a[3];
     return first > second ? first : second;
+#endif
 }
 
 /* 2^x for x ≤ 0 within 1.5 ulp, and exactly 1 for 0; 0 below −126: beside a weight of 1, what a denormal adds is lost. x = n + f with

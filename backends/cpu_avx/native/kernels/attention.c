@@ -175,14 +175,15 @@ static void values_spans(int n, int dtype, const float *const *p, const int32_t 
 FL_INLINE void merge(float *M, float *L, float *O, float m, float l, const float *acc, int32_t width) {
     if (m == -INFINITY) { /* every score was −inf or NaN: l and acc are zeros or NaN */
         *L += l;
-        for (int32_t c = 0; c < width; c += 8) store8(O + c, load8(O + c) + load8(acc + c));
+        for (int32_t c = 0; c < width; c += FL_WIDE) storew(O + c, loadw(O + c) + loadw(acc + c));
         return;
     }
     float top = *M > m ? *M : m;
-    float a = exp2_1(*M - top), b = exp2_1(m - top);
+    const f32xw powers = exp2w((f32xw){*M - top, m - top});
+    const float a = powers[0], b = powers[1];
     *M = top;
     *L = *L * a + l * b;
-    for (int32_t c = 0; c < width; c += 8) store8(O + c, load8(O + c) * a + load8(acc + c) * b);
+    for (int32_t c = 0; c < width; c += FL_WIDE) storew(O + c, loadw(O + c) * a + loadw(acc + c) * b);
 }
 
 FL_INLINE void finish(const fl_attention *a, int64_t row, int32_t head, float M, float L, const float *O) {
@@ -229,10 +230,10 @@ void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t s, int64_t row, 
 
 /* Scores and weights of one step of a unit. */
 typedef struct {
-    int32_t n, lo, hi;                  /* pairs; the tokens that any of them sees */
+    int32_t n, lo, hi, whole;           /* pairs; the tokens that any of them sees; whether each sees all FL_SUB */
     int32_t from[FL_TILE], to[FL_TILE]; /* the tokens that each sees */
     float *score[FL_TILE], *acc[FL_TILE];
-    float m[FL_TILE], l[FL_TILE][16]; /* running maximum, and sum of weights in sixteen parts */
+    float m[FL_TILE + FL_WIDE], l[FL_TILE][16]; /* running maximum, and sum of weights in sixteen parts */
     float slope[FL_TILE], distance[FL_TILE];
 } step;
 
@@ -262,38 +263,59 @@ FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i) {
     return topw(top);
 }
 
-/* Scores of a step become weights; the running m, l and acc of the pairs [i0, i1) are brought along. */
-static void step_softmax(const fl_attention *a, step *w, int32_t i0, int32_t i1, int32_t width) {
-    float keep[FL_TILE + FL_WIDE] = {0.0f};
-    for (int32_t i = i0; i < i1; i++) {
-        if (w->from[i] >= w->to[i]) continue;
-        float top = largest_score(a, w, i), now = top > w->m[i] ? top : w->m[i];
-        keep[i] = now > w->m[i] ? w->m[i] - now : 0.0f;
-        w->m[i] = now;
+/* The same where a pair sees all tokens and scores are scaled only. They stay as they are: `weights` scales them again. */
+FL_INLINE float largest_of_whole(const float *s, float factor) {
+    f32xw top = setw(-INFINITY);
+    for (int32_t j = 0; j < FL_SUB; j += FL_WIDE) top = maxw(loadw(s + j) * factor, top);
+    return topw(top);
+}
+
+/* Scores of the tokens [from, to) of a pair, times factor, become weights: where nothing is above −inf zeros, or NaN where a score is. */
+FL_INLINE void weights(float *s, float *l, int32_t from, int32_t to, float factor, float m, float keep) {
+    if (m == -INFINITY) {
+        for (int32_t j = from; j < to; j++) {
+            const float x = s[j] * factor;
+            s[j] = x != x ? x : 0.0f;
+            l[0] += s[j];
+        }
+        return;
     }
-    for (int32_t i = i0; i < i1; i += FL_WIDE) storew(keep + i, exp2w(loadw(keep + i)));
+    for (int32_t part = 0; part < 16; part += FL_WIDE) { /* the sum of token j is l[j mod 16], in every variant */
+        f32xw sum = loadw(l + part) * keep;
+        for (int32_t j = from / 16 * 16 + part; j < (to + 15) / 16 * 16; j += 16) {
+            f32xw p = exp2w(loadw(s + j) * factor - m);
+            sum += p;
+            storew(s + j, p);
+        }
+        storew(l + part, sum);
+    }
+}
+
+/* Scores of a step become weights; the running m, l and acc of the pairs [i0, i1) are brought along. No branch depends on a maximum: it
+ * could not be predicted. */
+static void step_softmax(const fl_attention *a, step *w, int32_t i0, int32_t i1, int32_t width) {
+    const int whole = w->whole && !a->slopes && !(a->softcap > 0.0f);
+    const float factor = a->scale * LOG2_E;
+    float top[FL_TILE + FL_WIDE], keep[FL_TILE + FL_WIDE];
+    for (int32_t i = i0; i < i1 + FL_WIDE; i++) top[i] = -INFINITY;
+    if (whole)
+        for (int32_t i = i0; i < i1; i++) top[i] = largest_of_whole(w->score[i], factor);
+    else
+        for (int32_t i = i0; i < i1; i++)
+            if (w->from[i] < w->to[i]) top[i] = largest_score(a, w, i);
+    for (int32_t i = i0; i < i1; i += FL_WIDE) { /* lanes from i1 on stay as they are: their `top` is −inf */
+        const f32xw m = loadw(w->m + i), now = maxw(loadw(top + i), m);
+        storew(keep + i, exp2w(selectw(now > m, m - now, setw(0.0f))));
+        storew(w->m + i, now);
+    }
+    if (whole)
+        for (int32_t i = i0; i < i1; i++) weights(w->score[i], w->l[i], 0, FL_SUB, factor, w->m[i], keep[i]);
+    else
+        for (int32_t i = i0; i < i1; i++)
+            if (w->from[i] < w->to[i]) weights(w->score[i], w->l[i], w->from[i], w->to[i], 1.0f, w->m[i], keep[i]);
     for (int32_t i = i0; i < i1; i++) {
-        float *s = w->score[i], *l = w->l[i], *acc = w->acc[i];
-        int32_t from = w->from[i], to = w->to[i];
-        if (from >= to) continue;
-        if (w->m[i] == -INFINITY) { /* nothing above −inf so far: weights are zero, or NaN where a score is */
-            for (int32_t j = from; j < to; j++) {
-                s[j] = s[j] != s[j] ? s[j] : 0.0f;
-                l[0] += s[j];
-            }
-            continue;
-        }
-        for (int32_t part = 0; part < 16; part += FL_WIDE) { /* the sum of token j is l[j mod 16], in every variant */
-            f32xw sum = loadw(l + part) * keep[i];
-            for (int32_t j = from / 16 * 16 + part; j < (to + 15) / 16 * 16; j += 16) {
-                f32xw p = exp2w(loadw(s + j) - w->m[i]);
-                sum += p;
-                storew(s + j, p);
-            }
-            storew(l + part, sum);
-        }
-        if (keep[i] != 1.0f)
-            for (int32_t c = 0; c < width; c += FL_WIDE) storew(acc + c, loadw(acc + c) * keep[i]);
+        float *acc = w->acc[i];
+        for (int32_t c = 0; c < width; c += FL_WIDE) storew(acc + c, loadw(acc + c) * keep[i]);
     }
 }
 
@@ -326,9 +348,8 @@ static void stage_scales(const fl_cache *c, const int32_t *blocks, int32_t head,
 }
 
 /* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]; int8 keys with their scales, values without. */
-static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
-                  const float *kscale, float *kt, float *v, int32_t width) {
-    const int dtype = c->dtype;
+FL_INLINE void stage_typed(int dtype, const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from,
+                           int32_t to, const float *kscale, float *kt, float *v, int32_t width) {
     int64_t stride = fl_key_stride(c);
     for (int32_t j = from; j < to;) {
         piece part = piece_at(c, blocks, head, first, j, to);
@@ -355,6 +376,17 @@ static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_
         }
         j += part.count;
     }
+}
+
+static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
+                  const float *kscale, float *kt, float *v, int32_t width) {
+    if (c->dtype == FL_DT_F16) stage_typed(FL_DT_F16, c, blocks, head, first, from, to, NULL, kt, v, width);
+    else if (c->dtype == FL_DT_BF16)
+        stage_typed(FL_DT_BF16, c, blocks, head, first, from, to, NULL, kt, v, width);
+    else if (c->dtype == FL_DT_I8)
+        stage_typed(FL_DT_I8, c, blocks, head, first, from, to, kscale, kt, v, width);
+    else
+        stage_typed(FL_DT_F32, c, blocks, head, first, from, to, NULL, kt, v, width);
 }
 
 /* score[i][j] = q[i] · key j for the pairs [i0, i1), for all tokens of the step. */
@@ -440,13 +472,16 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     /* pairs: kv head after kv head, of each row after row */
     int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, each = heads * (int32_t)(row1 - row0), query[FL_TILE];
     step w = {.n = each * count};
-    span see[FL_TILE], all = {INT64_MAX, 0};
+    span see[FL_TILE], all = {INT64_MAX, 0}, common = {0, INT64_MAX}; /* keys that any, that each of them sees */
+    int64_t position[FL_TILE];
     const float *q[FL_TILE];
     float M[FL_TILE], L[FL_TILE];
     for (int32_t i = 0; i < w.n; i++) {
         int64_t row = row0 + i % each / heads;
         query[i] = (kv_head + i / each) * group + head0 + i % heads;
-        see[i] = visible(a, s, row);
+        see[i] = visible(a, s, row), position[i] = a->positions[row];
+        if (see[i].lo > common.lo) common.lo = see[i].lo;
+        if (see[i].hi < common.hi) common.hi = see[i].hi;
         q[i] = (const float *)a->q.p + row * a->q.s0 + query[i] * a->q.s1;
         w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
         w.slope[i] = a->slopes ? a->slopes[query[i]] : 0.0f;
@@ -465,15 +500,17 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
         for (int32_t i = 0; i < w.n; i++) w.m[i] = -INFINITY;
 
         for (int64_t sub = begin; sub < end; sub += FL_SUB) {
-            w.lo = FL_SUB, w.hi = 0;
-            for (int32_t i = 0; i < w.n; i++) {
+            w.whole = common.lo <= sub && sub + FL_SUB <= common.hi;
+            w.lo = w.whole ? 0 : FL_SUB, w.hi = w.whole ? FL_SUB : 0;
+            for (int32_t i = 0; i < w.n && w.whole; i++) w.from[i] = 0, w.to[i] = FL_SUB;
+            for (int32_t i = 0; i < w.n && !w.whole; i++) {
                 int64_t f = see[i].lo > sub ? see[i].lo - sub : 0, t = see[i].hi - sub < FL_SUB ? see[i].hi - sub : FL_SUB;
-                w.distance[i] = (float)(sub - a->positions[row0 + i % each / heads]);
                 w.from[i] = (int32_t)(f < FL_SUB ? f : FL_SUB), w.to[i] = (int32_t)(t > 0 ? t : 0);
                 if (w.from[i] >= w.to[i]) w.from[i] = w.to[i] = 0;
                 else
                     w.lo = w.from[i] < w.lo ? w.from[i] : w.lo, w.hi = w.to[i] > w.hi ? w.to[i] : w.hi;
             }
+            for (int32_t i = 0; i < w.n && a->slopes; i++) w.distance[i] = (float)(sub - position[i]);
             if (w.lo >= w.hi) continue;
             for (int32_t h = 0, head = kv_head; h < count; h++, head++) {
                 const int32_t i0 = h * each, i1 = i0 + each;
