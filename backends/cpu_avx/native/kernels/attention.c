@@ -347,23 +347,31 @@ static void stage_scales(const fl_cache *c, const int32_t *blocks, int32_t head,
     }
 }
 
-/* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]; int8 keys with their scales, values without. */
+/* Keys [from, to) of a step to f32: kt [Dk][SROW], v [64][width]; int8 keys with their scales, values without. next: the head of a block
+ * that is read after this one, fetched to L2 on the way. */
 FL_INLINE void stage_typed(int dtype, const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from,
-                           int32_t to, const float *kscale, float *kt, float *v, int32_t width) {
-    int64_t stride = fl_key_stride(c);
+                           int32_t to, const float *kscale, float *kt, float *v, int32_t width, const char *next) {
+    const int32_t key_dim = c->key_dim;
+    const int64_t stride = fl_key_stride(c) * bytes_of(dtype), row_bytes = c->value_dim * bytes_of(dtype);
     for (int32_t j = from; j < to;) {
         piece part = piece_at(c, blocks, head, first, j, to);
         if (c->value_dim) {
-            const char *values = part.head + fl_values_at(c);
-            for (int32_t d = 0; d < c->key_dim; d++)
+            const char *keys = at(part.head, part.offset, dtype), *row = part.head + fl_values_at(c);
+            const float *scale = kscale ? kscale + j : NULL;
+            float *to_k = kt + j, *to_v = v + j * width;
+            for (int32_t d = 0; d < key_dim; d++, keys += stride, to_k += SROW) {
                 for (int32_t o = 0; o < part.count; o += FL_WIDE) {
-                    wide x = load_wide(part.head, d * stride + part.offset + o, dtype);
-                    if (kscale) x = x * wide_f32(kscale + d / FL_KV_GROUP * SROW + j + o);
-                    wide_store(kt + d * SROW + j + o, x);
+                    wide x = load_wide(keys, o, dtype);
+                    if (dtype == FL_DT_I8) x = x * wide_f32(scale + d / FL_KV_GROUP * SROW + o);
+                    wide_store(to_k + o, x);
                 }
-            for (int32_t o = 0; o < part.count; o++)
-                for (int32_t e = 0; e < width; e += FL_WIDE)
-                    wide_store(v + (j + o) * width + e, load_wide(values, (part.offset + o) * c->value_dim + e, dtype));
+                for (int32_t line = 0; next && line < stride; line += 64, next += 64) __builtin_prefetch(next, 0, 2);
+            }
+            row += part.offset * row_bytes;
+            for (int32_t o = 0; o < part.count; o++, row += row_bytes, to_v += width) {
+                for (int32_t e = 0; e < width; e += FL_WIDE) wide_store(to_v + e, load_wide(row, e, dtype));
+                for (int32_t line = 0; next && line < row_bytes; line += 64, next += 64) __builtin_prefetch(next, 0, 2);
+            }
         } else {
             for (int32_t o = 0; o < part.count; o++)
                 for (int32_t d = 0; d < c->key_dim; d += FL_WIDE) {
@@ -379,14 +387,14 @@ FL_INLINE void stage_typed(int dtype, const fl_cache *c, const int32_t *blocks, 
 }
 
 static void stage(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
-                  const float *kscale, float *kt, float *v, int32_t width) {
-    if (c->dtype == FL_DT_F16) stage_typed(FL_DT_F16, c, blocks, head, first, from, to, NULL, kt, v, width);
+                  const float *kscale, float *kt, float *v, int32_t width, const char *next) {
+    if (c->dtype == FL_DT_F16) stage_typed(FL_DT_F16, c, blocks, head, first, from, to, NULL, kt, v, width, next);
     else if (c->dtype == FL_DT_BF16)
-        stage_typed(FL_DT_BF16, c, blocks, head, first, from, to, NULL, kt, v, width);
+        stage_typed(FL_DT_BF16, c, blocks, head, first, from, to, NULL, kt, v, width, next);
     else if (c->dtype == FL_DT_I8)
-        stage_typed(FL_DT_I8, c, blocks, head, first, from, to, kscale, kt, v, width);
+        stage_typed(FL_DT_I8, c, blocks, head, first, from, to, kscale, kt, v, width, next);
     else
-        stage_typed(FL_DT_F32, c, blocks, head, first, from, to, NULL, kt, v, width);
+        stage_typed(FL_DT_F32, c, blocks, head, first, from, to, NULL, kt, v, width, next);
 }
 
 /* score[i][j] = q[i] · key j for the pairs [i0, i1), for all tokens of the step. */
@@ -519,7 +527,7 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                 else if (sub + FL_SUB < end)
                     next = piece_at(c, blocks, kv_head, sub, FL_SUB, 2 * FL_SUB).head;
                 if (kscale) stage_scales(c, blocks, head, sub, w.lo, w.hi, kscale, vscale);
-                if (staged) stage(c, blocks, head, sub, w.lo, w.hi, kscale, kt, vt, width);
+                if (staged) stage(c, blocks, head, sub, w.lo, w.hi, kscale, kt, vt, width, next);
                 step_scores(c, blocks, head, sub, &w, i0, i1, q, staged ? kt : NULL, kscale);
                 step_softmax(a, &w, i0, i1, width);
                 step_values(c, blocks, head, sub, &w, i0, i1, staged ? vt : NULL, vscale, a->value_dim, width, next);
