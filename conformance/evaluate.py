@@ -92,21 +92,28 @@ class _Run:
             sinks, slopes = (None if node.inputs[i] is None else self.value(node.inputs[i]) for i in (6, 7))
             sequence = bounds.Sequence(self.value(node.inputs[0]), self.inputs["positions"], keys, values)
             return bounds.attention(sequence, numerics, sinks=sinks, slopes=slopes, **a)
-        x = [None if name is None else self.value(name) for name in node.inputs]
+        if node.op == "short_conv":
+            x, weight = self.value(node.inputs[1]), self.value(node.inputs[2])
+            history = np.concatenate([np.zeros((weight.shape[1] - 1, x.shape[1])), x])
+            return bounds_extended.short_conv(history, weight, a["kind"], len(x))
+        if node.op == "delta_rule":
+            query, key, value, *rest = (self.value(name) for name in node.inputs[1:8])
+            return bounds_extended.delta_rule(query, key, value, *rest, eps=a["eps"])
+        operands = [None if name is None else self.value(name) for name in node.inputs]
         known: dict[str, Callable[[], Expected]] = {
-            "embed": lambda: bounds.copies(oracle.embed(x[0].astype(np.int64), x[1])),  # type: ignore[union-attr, arg-type]
-            "linear": lambda: bounds.linear(x[0], x[1], x[2], numerics),  # type: ignore[arg-type]
-            "matmul": lambda: bounds.matmul(x[0], x[1], numerics),  # type: ignore[arg-type]
-            "rms_norm": lambda: bounds.rms_norm(x[0], x[1], a["eps"]),  # type: ignore[arg-type]
-            "layer_norm": lambda: bounds.layer_norm(x[0], x[1], x[2], a["eps"]),  # type: ignore[arg-type]
-            "rope": lambda: bounds.rope(x[0], x[1], x[2], a["style"], a["factor"], numerics),  # type: ignore[arg-type]
-            "act_mul": lambda: bounds.act_mul(x[0], x[1], a["kind"]),  # type: ignore[arg-type]
-            "softmax": lambda: bounds.softmax(x[0]),  # type: ignore[arg-type]
-            "softcap": lambda: bounds.softcap(x[0], a["cap"]),  # type: ignore[arg-type]
-            "concat": lambda: bounds.copies(extended.concat(x[0], x[1])),  # type: ignore[arg-type]
+            "embed": lambda: bounds.copies(oracle.embed(operands[0].astype(np.int64), operands[1])),  # type: ignore[union-attr, arg-type]
+            "linear": lambda: bounds.linear(operands[0], operands[1], operands[2], numerics),  # type: ignore[arg-type]
+            "matmul": lambda: bounds.matmul(operands[0], operands[1], numerics),  # type: ignore[arg-type]
+            "rms_norm": lambda: bounds.rms_norm(operands[0], operands[1], a["eps"]),  # type: ignore[arg-type]
+            "layer_norm": lambda: bounds.layer_norm(operands[0], operands[1], operands[2], a["eps"]),  # type: ignore[arg-type]
+            "rope": lambda: bounds.rope(operands[0], operands[1], operands[2], a["style"], a["factor"], numerics),  # type: ignore[arg-type]
+            "act_mul": lambda: bounds.act_mul(operands[0], operands[1], a["kind"]),  # type: ignore[arg-type]
+            "softmax": lambda: bounds.softmax(operands[0]),  # type: ignore[arg-type]
+            "softcap": lambda: bounds.softcap(operands[0], a["cap"]),  # type: ignore[arg-type]
+            "concat": lambda: bounds.copies(extended.concat(operands[0], operands[1])),  # type: ignore[arg-type]
         }
         if node.op in ("add", "mul"):
-            exact = bounds.binary(node.op, x[0], x[1])  # type: ignore[arg-type]
+            exact = bounds.binary(node.op, operands[0], operands[1])  # type: ignore[arg-type]
             return Expected(exact.y, bounds.U["f32"] * np.abs(exact.y))
         return known[node.op]()
 

@@ -32,6 +32,8 @@ __all__ = ["Loaded", "batch_of", "loaded"]
 
 BLOCK = 16
 CONTEXT = 128
+SNAPSHOTS = 2
+"""Of recurrent state, where a model has some."""
 
 
 class Loaded:
@@ -43,7 +45,7 @@ class Loaded:
         self._stack = ExitStack()
         self._answers: dict[tuple[str, Any], Yes] = {}
         try:
-            limits = limits or StepLimits(48, max_sequences, 48, CONTEXT, BLOCK, num_blocks)
+            limits = limits or StepLimits(48, max_sequences, 48, CONTEXT, BLOCK, num_blocks, SNAPSHOTS)
             model = read_model(path, limits.context)
             self._stack.callback(model.close)
             self.definition, self.tensors = model.definition, model.tensors

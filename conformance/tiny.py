@@ -1,4 +1,4 @@
-"""Tiny seeded models of twelve architectures, saved as real files: loader, packing and planner are in the test with the backend.
+"""Tiny seeded models of thirteen architectures, saved as real files: loader, packing and planner are in the test with the backend.
 
 2 layers, hidden size 64, vocabulary 257, weights of standard deviation 1.5/√fan-in, norms 1 ± 0.3, no zero biases: with the
 usual 0.02 wrong models pass. Files are safetensors folders in f32, f16 or bf16, and GGUF in Q8_0 and Q4_0.
@@ -35,6 +35,11 @@ MLA: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True,
 }  # fmt: skip
+NEXT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ MODELS: dict[str, TinyModel] = {
     "gemma3-f32": TinyModel({"model_type": "gemma3_text", "rope_local_base_freq": 1000.0, **GEMMA}, "f32", ("split", "gated", "sandwich", "qk_norm")),
     "gpt_oss-bf16": TinyModel({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, **WINDOWS}, "bf16", ("split", "qkv_bias", "o_bias", "sinks", "fused_experts")),
     "deepseek_v3-f32": TinyModel({**MLA, "model_type": "deepseek_v3", "num_key_value_heads": 4}, "f32", ("latent", "gated", "routed")),
+    "qwen3_next-f32": TinyModel({**NEXT, "model_type": "qwen3_next"}, "f32", ("split", "qk_norm", "attn_gate", "delta", "shared")),
     "mixtral-f32": TinyModel({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "f32", ("split", "experts")),
 }  # fmt: skip
 
@@ -70,7 +76,7 @@ def _matrix(numbers: Numbers, rows: int, columns: int) -> Array:
 
 
 def _norm(numbers: Numbers, width: int, gemma: bool) -> Array:
-    """Norm weights 1 ± 0.3; Gemma stores them minus one."""
+    """Norm weights 1 ± 0.3; Gemma and Qwen3-Next store them minus one."""
     return (numbers.normal(width) * np.float32(0.3) + np.float32(0 if gemma else 1)).astype(np.float32)
 
 
@@ -78,7 +84,7 @@ def tensors(model: TinyModel, seed: int) -> dict[str, Array]:
     """name -> f32 values, under the names of Hugging Face."""
     n, c = Numbers(seed), {**BASE, **model.config}
     hidden, dim, heads, kv = HIDDEN, c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
-    gemma = c["model_type"].startswith("gemma")
+    gemma = c["model_type"].startswith("gemma") or "delta" in model.parts
     out = {"model.embed_tokens.weight": n.normal(VOCABULARY, hidden), "model.norm.weight": _norm(n, hidden, gemma)}
     if not c["tie_word_embeddings"]:
         out["lm_head.weight"] = _matrix(n, VOCABULARY, hidden)
@@ -90,7 +96,12 @@ def tensors(model: TinyModel, seed: int) -> dict[str, Array]:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if "sandwich" in model.parts else []
         for name in norms:
             out[f"{at}{name}.weight"] = _norm(n, hidden, gemma)
-        sizes = {"q_proj": heads * dim, "k_proj": kv * dim, "v_proj": kv * dim}
+        sizes = {"q_proj": heads * dim * (2 if "attn_gate" in model.parts else 1), "k_proj": kv * dim, "v_proj": kv * dim}
+        if "shared" in model.parts:
+            out |= _shared(n, c, f"{at}mlp.")
+        if "delta" in model.parts and c["layer_types"][i] == "linear_attention":
+            out |= _delta_net(n, c, f"{at}linear_attn.")
+            continue
         if "latent" in model.parts:
             out |= _latent(n, c, f"{at}self_attn.")
             if i >= c["first_k_dense_replace"]:
@@ -149,6 +160,31 @@ def _routed(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
         for part, shape in (("gate_proj", (width, HIDDEN)), ("up_proj", (width, HIDDEN)), ("down_proj", (HIDDEN, width))):
             out[f"{at}{name}.{part}.weight"] = _matrix(n, *shape)
     return out
+
+
+def _shared(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
+    """Experts beside one that is always taken, behind a gate."""
+    out = {f"{at}gate.weight": _matrix(n, c["num_experts"], HIDDEN), f"{at}shared_expert_gate.weight": _matrix(n, 1, HIDDEN)}
+    sizes = {**{f"experts.{e}": c["moe_intermediate_size"] for e in range(c["num_experts"])}, "shared_expert": c["shared_expert_intermediate_size"]}
+    for name, width in sizes.items():
+        for part, shape in (("gate_proj", (width, HIDDEN)), ("up_proj", (width, HIDDEN)), ("down_proj", (HIDDEN, width))):
+            out[f"{at}{name}.{part}.weight"] = _matrix(n, *shape)
+    return out
+
+
+def _delta_net(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:
+    """A gated delta net: one projection for queries, keys, values and gates, one for both rates, a short convolution."""
+    heads, wide = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], heads * wide
+    return {
+        f"{at}in_proj_qkvz.weight": _matrix(n, 2 * keys + 2 * values, HIDDEN),
+        f"{at}in_proj_ba.weight": _matrix(n, 2 * heads, HIDDEN),
+        f"{at}conv1d.weight": _matrix(n, 2 * keys + values, c["linear_conv_kernel_dim"])[:, None],
+        f"{at}A_log": n.normal(heads) * np.float32(0.3),
+        f"{at}dt_bias": n.normal(heads) * np.float32(0.3),
+        f"{at}norm.weight": _norm(n, wide, False),
+        f"{at}out_proj.weight": _matrix(n, HIDDEN, values),
+    }
 
 
 def _fused_experts(n: Numbers, c: dict[str, Any], at: str) -> dict[str, Array]:

@@ -164,6 +164,14 @@ class CopyOffset(MutantBase):
         super().copy(dst, dst_offset, src, 0, nbytes, stream)
 
 
+class StateNotCopied(MutantBase):
+    """copy does not work inside of buffers of state."""
+
+    def copy(self, dst: Buffer, dst_offset: int, src: Buffer, src_offset: int, nbytes: int, stream: Stream) -> None:
+        if dst.kind != "state":
+            super().copy(dst, dst_offset, src, src_offset, nbytes, stream)
+
+
 class FreesTwice(MutantBase):
     """Closing a buffer twice gives its memory back twice."""
 
@@ -363,6 +371,7 @@ def mutants() -> Iterator[Mutant]:
         ("dirty_memory", "contract", "new memory is not zeroed", "backend/*/alloc#contract", "contract", Dirty),
         ("offset_ignored", "contract", "a download ignores its offset", "backend/*/alloc#contract", "contract", OffsetIgnored),
         ("copy_offset_ignored", "contract", "copy ignores the source's offset", "backend/*/copy#contract", "contract", CopyOffset),
+        ("state_not_copied", "kv", "snapshots of recurrent state are not made", "model/qwen3_next-f32/*/snapshot#d2", "d2", StateNotCopied),
         ("frees_twice", "contract", "a second close frees again", "backend/*/alloc#contract", "leak", FreesTwice),
         ("never_frees", "contract", "close frees nothing", "backend/*/alloc#contract", "leak", NeverFrees),
         ("closed_buffer_works", "contract", "a closed buffer can be used", "backend/*/closed_buffer#contract", "error", ClosedWorks),

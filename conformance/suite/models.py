@@ -19,8 +19,10 @@ from .common import bind, same_bits
 __all__ = ["cases"]
 
 TOKENS, PROMPT = 40, 24
-EXTENDED = ("gpt_oss-bf16", "deepseek_v3-f32", "mixtral-f32")
+EXTENDED = ("gpt_oss-bf16", "deepseek_v3-f32", "qwen3_next-f32", "mixtral-f32")
 """Models with extended ops, which may leave the device."""
+RECURRENT = ("qwen3_next-f32",)
+"""Models with state of a fixed size for each sequence."""
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +66,24 @@ def _chunked(case_id: str, session: Session, numbers: Numbers, name: str) -> Out
     return Outcome()
 
 
+def _snapshot(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
+    """A sequence goes on from a snapshot of its state, in another slot, after that state was lost: the bits of one that was never interrupted."""
+    with loaded(session.backend, name, num_blocks=8) as kit:
+        ids, cut = _ids(), 16
+        whole = kit.logits(ids, [TOKENS], table=[0, 1, 2])
+        kit.logits(ids, [cut], table=[3, 4, 5])
+        kit.executor.keep_state(0, 1)
+        for slot in range(2):  # slots are given to others, and a snapshot beside this one is written
+            kit.executor.run(batch_of([(ids[::-1].copy(), 0, 8)] * (slot + 1), [[6], [7]][: slot + 1]))
+            kit.executor.keep_state(slot, 0)
+        kit.executor.restore_state(1, 1)
+        batch = batch_of([(ids[::-1].copy(), 8, 4), (ids, cut, TOKENS - cut)], [[6], [3, 4, 5]])
+        found = kit.executor.run(batch).logits[4:].copy()
+        if not same_bits(found, whole[cut:]):
+            raise Failure("d2", f"{name}: the logits after a snapshot of {cut} tokens have other bits than those of a sequence that was not interrupted")
+    return Outcome()
+
+
 def _stays(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
     """Zero fallbacks in a decode step: every op of the graph runs on the device, by the backend's own code."""
     with loaded(session.backend, name) as kit:
@@ -99,5 +119,8 @@ def cases() -> Iterator[Case]:
         if name not in EXTENDED:
             case_id = f"model/{name}/-/decode/fallbacks#model"
             yield Case(case_id, "model", "models", bind(_stays, case_id, name), "silver", True, quick)
+    for name in RECURRENT:
+        case_id = f"model/{name}/-/t{TOKENS}/snapshot#d2"
+        yield Case(case_id, "model", "models", bind(_snapshot, case_id, name), "silver", True, quick=True, limit_s=60.0)
     case_id = "model/llama-f32/-/t16/tolerance#model"
     yield Case(case_id, "model", "models", bind(_sharp, case_id), "silver", True)

@@ -35,6 +35,14 @@ FAULTS = {
         "kernels/attention.c", "if (v.hi < v.lo) v.hi = v.lo;\n    return v;", "if (v.hi > 16) v.hi -= v.hi % 16;\n    if (v.hi < v.lo) v.hi = v.lo;\n    return v;",
         ["attention/f32/row/l17-b16/needle#bound"], "bound",
     ),
+    "lost_tail_of_channels": (
+        "kernels/recurrent.c", "for (int v = 0; v < VECTORS && 8 * v < n; v++) {", "for (int v = 0; v < VECTORS && 8 * v + 7 < n; v++) {",
+        ["short_conv/f32/gap/l5_3-c33-k3/gap#bound"], "bound",
+    ),
+    "state_that_has_not_faded": (
+        "kernels/recurrent.c", "wide_value(sums[j]) * decay) * share;", "wide_value(sums[j])) * share;",
+        ["delta_rule/f32/row/l17-j1-h2-d16_16/forgets#bound"], "bound",
+    ),
     # no instruction waits for the one before it, and thread 1 begins only when thread 0 is through: the race is lost with certainty
     "missing_barrier": (
         "program.c",
