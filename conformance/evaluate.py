@@ -97,8 +97,8 @@ class _Run:
             history = np.concatenate([np.zeros((weight.shape[1] - 1, x.shape[1])), x])
             return bounds_extended.short_conv(history, weight, a["kind"], len(x))
         if node.op == "delta_rule":
-            query, key, value, *rest = (self.value(name) for name in node.inputs[1:8])
-            return bounds_extended.delta_rule(query, key, value, *rest, eps=a["eps"])
+            query, key, value, rate, share, a_log, dt_bias = (self.value(name) for name in node.inputs[1:8])
+            return bounds_extended.delta_rule(query, key, value, rate, share, a_log, dt_bias, a["eps"])
         operands = [None if name is None else self.value(name) for name in node.inputs]
         known: dict[str, Callable[[], Expected]] = {
             "embed": lambda: bounds.copies(oracle.embed(operands[0].astype(np.int64), operands[1])),  # type: ignore[union-attr, arg-type]

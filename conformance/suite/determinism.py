@@ -18,6 +18,7 @@ from ..bench import Bench, In, Weight
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
+from . import recurrent
 from .attention import Paged, Setup
 from .common import bind, same_bits
 from .honesty import questions
@@ -171,6 +172,7 @@ def digests(bench: Bench) -> dict[str, str]:
     for name, call in _row_calls(Numbers(11)).items():
         if _claimed(bench, name):
             found[name] = hashlib.sha256(call(bench, slice(0, ROWS)).tobytes()).hexdigest()[:16]
+    found |= recurrent.digests(bench)
     found["attention"] = hashlib.sha256(_attention_rows(bench, ((0, 70),), True).tobytes()).hexdigest()[:16]
     return found
 

@@ -7,6 +7,7 @@ position 0 must not see.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,12 +18,12 @@ from fastllm.api import SlotSpec
 from .. import bounds_extended
 from ..bench import Bench, In, Operand, Ran
 from ..bounds import Expected
-from ..case import Case, Failure, Outcome
+from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect, same_bits
 
-__all__ = ["cases"]
+__all__ = ["cases", "digests"]
 
 SLOTS = 5
 
@@ -148,6 +149,21 @@ def _pieces(case_id: str, session: Session, numbers: Numbers, make: Callable[[Nu
             row = int(np.flatnonzero((found != right).reshape(len(right), -1).any(1) | np.isnan(found).reshape(len(right), -1).any(1))[0])
             raise Failure("d2", f"row {row} of '{kit.op}' has other bits {name} than in one call alone", impl=impl.yes.impl if impl else "")
     return Outcome(impl=impl.yes.impl if impl else "", native=impl.native if impl else None)
+
+
+def digests(bench: Bench) -> dict[str, str]:
+    """op -> hash of its results on fixed data, of the ops that the backend has."""
+    found = {}
+    for kit in (_conv(Numbers(13), (70, 4, 3), 200, 4), _delta(Numbers(13), (70, 4, 3), 2, 4, 32, 80)):
+        device = _Device(bench, kit, [0, 1, 2])
+        try:
+            rows = device.run([(s, 0, kit.length(s)) for s in range(3)])
+        except NotApplicable:
+            continue
+        finally:
+            device.close()
+        found[kit.op] = hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest()[:16]
+    return found
 
 
 _CONVS: tuple[tuple[str, tuple[int, ...], int, int, str, int, str, bool], ...] = (
