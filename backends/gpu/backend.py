@@ -61,6 +61,8 @@ FAULTS: Final = {
     3: "op 'attention': the block table of sequence {where} names block {value}, which the cache does not have",
     4: "op 'attention': context_len[{where}] = {value}, or a position of that sequence, is outside of its block table",
     5: "op 'attention': token {where} belongs to no sequence: query_start does not divide the step in ascending order",
+    6: "op with recurrent state: query_start[{where} + 1] = {value} does not divide the tokens of the step in ascending order",
+    7: "op with recurrent state: slot {value} of sequence {where} does not exist",
 }
 """Codes that kernels write."""
 
@@ -346,6 +348,10 @@ def _check_step_shapes(name: str, operands: Sequence[Tensor | None]) -> None:
     found = [None if t is None else tuple(t.shape) for t in operands]
     if name == "kv_write" and found[3] != (found[1] or (0,))[:1]:
         raise ShapeError(f"op 'kv_write' has {(found[1] or (0,))[0]} keys but slots {found[3]}")
+    if name in ("short_conv", "delta_rule"):
+        positions, starts, slots = (f or (0,) for f in found[-3:])
+        if positions != (found[1] or (0,))[:1] or starts != (slots[0] + 1,):
+            raise ShapeError(f"op '{name}' has positions {positions}, query_start {starts} and state_slot {slots} for {(found[1] or (0,))[0]} tokens")
     if name != "attention":
         return
     tokens, sequences = (found[0] or (0,))[0], (found[4] or (0,))[0]

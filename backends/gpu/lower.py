@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from fastllm.api import FORMATS, KVSpec, Node, ShapeError, Tensor, UnsupportedError, check_cache, contiguous
 
+from . import recurrent
 from .layouts import BLOCK_LAYOUTS, PLAIN_KINDS, STRIP
 from .operands import F32, I32, I64, Absent, Arg, Matrix, Operand, Pointer, matrix, packed, vector
 from .runtime import KernelKey
@@ -224,10 +225,12 @@ class Lowering:
         self._emit("elementwise.fl", entry, defines, args, Extent(x.rows, times=x.heads), self._pieces(x.width))
 
     def _op_act_mul(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
-        gate, y = matrix(inputs[0]), matrix(outputs[0])
-        alone = inputs[1] is None
-        up = gate if alone else matrix(inputs[1])
-        kind = ACTS.index(attrs["kind"]) + ALONE * alone
+        self._act_mul(inputs[0], inputs[1], outputs[0], attrs["kind"])
+
+    def _act_mul(self, x: Operand, other: Operand | None, out: Operand, name: str) -> None:
+        gate, y = matrix(x), matrix(out)
+        up = gate if other is None else matrix(other)
+        kind = ACTS.index(name) + ALONE * (other is None)
         args = (*gate.args, *up.args, *y.args, I32(gate.heads), I32(gate.width))
         self._elementwise("act_mul", {"KIND": kind, **self.real}, args, gate)
 
@@ -251,6 +254,10 @@ class Lowering:
         args = (*a.args, *b.args, I32(step), *z.args, I32(a.heads), I32(a.width))
         self._elementwise("binary", {"OP": op}, args, a)
 
+    def _op_concat(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
+        x, y, z = matrix(inputs[0]), matrix(inputs[1]), matrix(outputs[0])
+        self._elementwise("concat", {}, (*x.args, *y.args, *z.args, I32(x.heads), I32(x.width), I32(z.width)), z)
+
     def _op_softcap(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
         x, y = matrix(inputs[0]), matrix(outputs[0])
         self._elementwise("softcap", {}, (*x.args, *y.args, I32(x.heads), I32(x.width), F32(attrs["cap"])), x)
@@ -268,6 +275,20 @@ class Lowering:
     def _groups(self, entry: str, args: Sequence[Arg], x: Matrix, size: int) -> None:
         defines = {"LANES": self.tuning.lanes, "VEC": 1}
         self._emit("quantize.fl", entry, defines, args, Extent(x.rows), Extent(x.width // size, per=self.tuning.lanes))
+
+    # recurrent state --------------------------------------------------------------------------------------------------
+
+    def _op_short_conv(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
+        recurrent.short_conv(self, inputs, outputs[0])
+        self._act_mul(outputs[0], None, outputs[0], attrs["kind"])
+
+    def _op_delta_rule(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
+        recurrent.delta_rule(self, inputs, outputs[0], attrs)
+
+    def emit_recurrent(self, entry: str, defines: Mapping[str, int], args: Sequence[Arg], sequences: Size, groups: int, span: int) -> None:
+        """A launch of `groups` groups for each sequence."""
+        macros = {"LANES": min(self.tuning.lanes, span), "VEC": 1, "SPAN": span, **defines}
+        self._emit("recurrent.fl", entry, macros, args, Extent(groups), Extent(sequences))
 
     # attention --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from fastllm.api import OPERAND_TYPES, KVSpec, No, OpQuery, Yes, refuse_operands
 
 from .layouts import PLAIN_KINDS, layout_for
 from .lower import CACHE_BYTES, prepared_bytes, rope_table_bytes
+from .recurrent import MAX_KEY, MAX_TAPS
 
 __all__ = ["NATIVE_OPS", "answer"]
 
@@ -16,7 +17,7 @@ MAX_HEAD: Final = 1024
 MAX_BLOCK: Final = 1024
 """Most tokens of a cache block: their scores lie in local memory."""
 
-NATIVE_OPS: Final = tuple(op for op in OPERAND_TYPES if op not in ("route_topk", "concat", "moe", "short_conv", "delta_rule"))
+NATIVE_OPS: Final = tuple(op for op in OPERAND_TYPES if op not in ("route_topk", "moe"))
 
 
 def answer(q: OpQuery, *, pairs: bool, fp64: bool, kv_dtype: str) -> Yes | No:
@@ -53,4 +54,8 @@ def _refuse_sizes(q: OpQuery) -> str:
             return f"heads of {width} elements; kernels take {MAX_HEAD} at most"
         if q.dims.get("block_size", (0, 0))[1] > MAX_BLOCK:
             return f"cache blocks of {q.dims['block_size'][1]} tokens; kernels take {MAX_BLOCK} at most"
+    if q.op == "short_conv" and len(q.shapes) > 2 and q.shapes[2] is not None and int(q.shapes[2][1]) > MAX_TAPS:
+        return f"{q.shapes[2][1]} taps; the kernel takes {MAX_TAPS} at most"
+    if q.op == "delta_rule" and len(q.shapes) > 1 and q.shapes[1] is not None and int(q.shapes[1][2]) > MAX_KEY:
+        return f"keys of {q.shapes[1][2]} elements; the kernel takes {MAX_KEY} at most"
     return ""

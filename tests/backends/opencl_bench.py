@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from fastllm.api import FORMATS, HostTensor, KVSpec, Tensor
+from fastllm.api import FORMATS, HostTensor, KVSpec, SlotSpec, Tensor
 from fastllm.backends.gpu.backend import GpuBackend
 from fastllm.backends.gpu.layouts import BLOCK_LAYOUTS
 from fastllm.backends.opencl_generic.runtime import ClRuntime, Missing, devices
@@ -100,6 +100,11 @@ class Bench:
         self.stream.synchronize()
         return Tensor(buffer, 0, (), "kv", spec=spec, block_size=block_size, num_blocks=blocks, block_bytes=size)
 
+    def state(self, spec, slots):
+        """Slots of recurrent state, zeroed."""
+        size = 4 * int(np.prod(spec.shape))
+        return Tensor(self.backend.alloc(size * slots, "state"), 0, (), "slot", spec=spec, num_blocks=slots, block_bytes=size)
+
     def close(self):
         self.workspace.buffer.close()
         self.backend.close()
@@ -131,6 +136,13 @@ def run_everything(kernels):
     bench.run("softcap", normal(2, 37), cap=3.0)
     bench.run("act_mul", normal(2, 37), normal(2, 37), kind="silu")
     bench.run("add", normal(2, 37), normal(37))
+    bench.run("concat", normal(2, 3, 37), normal(2, 3, 5), shape=(2, 3, 42))
+    step = (np.array([0, 1, 2, 5], np.int32), np.array([0, 3, 4], np.int32), np.array([2, 0], np.int32))  # one sequence begins, one goes on
+    conv = bench.state(SlotSpec((3, 70)), 3)
+    bench.run("short_conv", conv, normal(4, 70), normal(70, 4), *step, shape=(4, 70), kind="silu")
+    gates = (normal(4, 4), normal(4, 4), normal(4), normal(4))
+    delta = bench.state(SlotSpec((4, 16, 70)), 3)
+    bench.run("delta_rule", delta, normal(4, 2, 16), normal(4, 2, 16), normal(4, 4, 70), *gates, *step, shape=(4, 4, 70), eps=1e-6)
     bench.run("mul", normal(2, 3, 7), normal(2, 1))
     bench.run("quantize", normal(2, 64), shape=[(2, 64), (2, 2)], dtypes=("i1", "f4"), group=32)
     bench.run("dequantize", np.ones((2, 64), np.int8), normal(2, 2), shape=(2, 64), group=32)

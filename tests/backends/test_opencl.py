@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastllm.api import FORMATS, EngineError, HostTensor, KVSpec, No, OpQuery, OutOfMemory, ShapeError, Tensor, Yes
+from fastllm.api import FORMATS, EngineError, HostTensor, KVSpec, No, OpQuery, OutOfMemory, ShapeError, SlotSpec, Tensor, Yes
 from fastllm.backends.gpu.layouts import BLOCK_LAYOUTS
 from fastllm.backends.ref import ops as ref
 from fastllm.core import _kernels
@@ -377,3 +378,56 @@ def test_the_device_tells_how_fast_it_reads_and_multiplies_and_keeps_no_memory(b
     assert bench.backend.peak_ops("f32") > 1e6
     assert bench.backend.peak_ops("int8") is None
     assert bench.backend.memory().used == used
+
+
+# recurrent state ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (9, 0, 5)
+STEP = (
+    np.concatenate([np.arange(n) for n in LENGTHS]).astype(np.int32),
+    np.cumsum([0, *LENGTHS]).astype(np.int32),
+    np.array([2, 1, 0], np.int32),
+)
+CONV = (normal(14, 150), normal(150, 5))
+DELTA = (normal(14, 3, 24), normal(14, 3, 24), normal(14, 6, 70), normal(14, 6), normal(14, 6), normal(6), normal(6))
+
+
+def test_recurrences_are_those_of_ref_however_often_and_in_pieces(bench):
+    conv, delta = SlotSpec((4, 150)), SlotSpec((6, 24, 70))
+    wanted_conv, wanted_delta = np.zeros((14, 150), np.float32), np.zeros((14, 6, 70), np.float32)
+    for a, b in itertools.pairwise(STEP[1]):
+        wanted_conv[a:b] = ref.short_conv(np.zeros((4, 150), np.float32), CONV[0][a:b], CONV[1], "silu")
+        wanted_delta[a:b] = ref.delta_rule(np.zeros((6, 24, 70), np.float32), *(x[a:b] for x in DELTA[:5]), *DELTA[5:], 1e-6)
+    for op, spec, operands, rowed, wanted, attrs in (
+        ("short_conv", conv, CONV, 1, wanted_conv, {"kind": "silu"}), ("delta_rule", delta, DELTA, 5, wanted_delta, {"eps": 1e-6}),
+    ):  # fmt: skip
+        state = bench.state(spec, 3)
+        first = bench.run(op, state, *operands, *STEP, shape=wanted.shape, **attrs)
+        np.testing.assert_allclose(first, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+        for _ in range(20):  # groups run side by side: what they share would show
+            np.testing.assert_array_equal(bench.run(op, state, *operands, *STEP, shape=wanted.shape, **attrs), first)
+        pieces, other = [], bench.state(spec, 3)
+        for a, b in ((0, 1), (1, 4), (4, 9)):
+            step = (np.arange(a, b, dtype=np.int32), np.array([0, b - a], np.int32), np.array([1], np.int32))
+            cut = [x[a:b] if i < rowed else x for i, x in enumerate(operands)]
+            pieces.append(bench.run(op, other, *cut, *step, shape=(b - a, *wanted.shape[1:]), **attrs))
+        np.testing.assert_array_equal(np.concatenate(pieces), first[:9])
+
+
+def test_slots_and_shares_of_recurrences_that_do_not_exist_are_errors(bench):
+    state = bench.state(SlotSpec((4, 150)), 3)
+    for starts, slots, message in (
+        (STEP[1], np.array([2, 1, 3], np.int32), "slot 3 of sequence 2 does not exist"),
+        (np.array([0, 9, 9, 15], np.int32), STEP[2], r"query_start\[2 \+ 1\] = 15 does not divide"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            bench.run("short_conv", state, *CONV, STEP[0], starts, slots, shape=(14, 150), kind="silu")
+    with pytest.raises(ShapeError, match="state_slot"):
+        bench.run("short_conv", state, *CONV, *STEP[:2], STEP[2][:2], shape=(14, 150), kind="silu")
+    assert np.isfinite(bench.run("short_conv", state, *CONV, *STEP, shape=(14, 150), kind="silu")).all()
+
+
+def test_concat_copies(bench):
+    x, y = normal(3, 2, 37), normal(3, 2, 300)
+    x[0, 0, :3] = np.nan, np.inf, -0.0
+    np.testing.assert_array_equal(bench.run("concat", x, y, shape=(3, 2, 337)), np.concatenate([x, y], -1))
