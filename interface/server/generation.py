@@ -117,9 +117,14 @@ class Generation:
         self._left = len(ready.prompts)
         self._end_ids = sorted(set(self.tokenizer.end_ids))
         self.error: FastLLMError | None = None
-        self.cancelled = False
+        self._gone = False  # nobody reads what is sent
         self.done = asyncio.Event()
         self.submitted_at = time.monotonic()
+
+    @property
+    def cancelled(self) -> bool:
+        """It ended because the client has gone, or by /v1/cancel."""
+        return isinstance(self.error, Cancelled)
 
     def make_parser(self) -> OutputParser | None:
         """What takes an answer's text apart; None: it is content, all of it."""
@@ -147,7 +152,7 @@ class Generation:
             for _ in range(count):
                 self._submit_next()
         except BaseException:
-            self.cancelled = True
+            self._gone = True
             for handle in self._handles:
                 handle.cancel()
             raise
@@ -266,7 +271,7 @@ class Generation:
             return
         self.error = error
         self._cancel()
-        if self._send is not None and not isinstance(error, Cancelled):
+        if self._send is not None and not self._gone:
             self._send(self.writer.error(error))
         self._finish()
 
@@ -278,7 +283,7 @@ class Generation:
     def cancel(self) -> None:
         """The client has gone: everything of it leaves the engine by the end of the step that runs."""
         if not self.done.is_set():
-            self.cancelled = True
+            self._gone = True
             self.fail(Cancelled(f"request '{self.request_id}' was cancelled"))
 
     def _cancel(self) -> None:

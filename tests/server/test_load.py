@@ -135,6 +135,27 @@ def test_a_client_that_goes_frees_everything(busy, brake, wait_until, stream, wh
     assert busy.engine.stats().requests_cancelled == cancelled + 1 + len(others)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_that_somebody_else_cancels_says_so_at_its_end(start, brake, wait_until, path):
+    server = start({"max_batch_size": 1}, dev=True)
+    try:
+        held = brake(server)
+        words = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "prompt": "Hi", "max_tokens": 400, "max_output_tokens": 400, "stream": True}
+        stream = server.client.build_request("POST", path, json=words, headers={"x-request-id": "mine"})
+        answer = server.client.send(stream, stream=True)
+        held.wait()  # the first step: nothing has been said
+        assert server.client.post("/v1/cancel", json={"id": "mine"}).json() == {"id": "mine", "cancelled": True}
+        held.release()
+        said = answer.read().decode()
+        assert '"error"' in said.rstrip().rpartition("\n\n")[2]
+        assert "/v1/cancel" in said
+        assert "[DONE]" not in said
+        wait_until(lambda: idle(server))
+        assert 'fastllm_requests_finished_total{reason="cancelled"} 1.0' in server.client.get("/metrics").text
+    finally:
+        server.close()
+
+
 def test_a_client_that_does_not_read_is_paused_and_then_cut(start, wait_until):
     server = start({"max_batch_size": 1}, slow_reader_s=0.4, ping_s=5)
     body = {"prompt": "x", "n": 16, "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20}
