@@ -140,9 +140,11 @@ def test_a_stream_that_somebody_else_cancels_says_so_at_its_end(start, brake, wa
     server = start({"max_batch_size": 1}, dev=True)
     try:
         held = brake(server)
-        words = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "prompt": "Hi", "max_tokens": 400, "max_output_tokens": 400, "stream": True}
+        said = {"/v1/completions": {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"}}.get(path, {"messages": [{"role": "user", "content": "Hi"}]})
+        words = {**said, "max_tokens": 400, "stream": True}
         stream = server.client.build_request("POST", path, json=words, headers={"x-request-id": "mine"})
         answer = server.client.send(stream, stream=True)
+        assert answer.status_code == 200
         held.wait()  # the first step: nothing has been said
         assert server.client.post("/v1/cancel", json={"id": "mine"}).json() == {"id": "mine", "cancelled": True}
         held.release()
