@@ -92,7 +92,7 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         notes: list[str] = []
         args = self._written(args, notes)
-        rest = super().parse_args(ctx, list(args))
+        rest = self._parsed(ctx, args)
         if "model_flag" in ctx.params:
             given = self._model(ctx)
             if given is not None and given.lower().endswith((".toml", ".json")):
@@ -114,6 +114,18 @@ class Command(click.Command):
             return print_config(ctx)
         return super().invoke(ctx)
 
+    def _parsed(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click parses; the error for a value says where it is from, if not from the line."""
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.BadParameter as error:
+            option = error.param
+            source = ctx.get_parameter_source(option.name or "") if option is not None else None
+            if option is None or isinstance(error, click.MissingParameter) or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
+                raise
+            where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else ctx.meta.get("config_path", "a file")
+            raise click.BadParameter(f"{error.message} (it is from {where})", ctx, option) from None
+
     def _configured(self, ctx: click.Context, args: list[str], rest: list[str], given: str, notes: list[str]) -> list[str]:
         """Parses again with the values of the configuration that stands in the place of the model, if it is one."""
         from .config_file import apply_config, is_config
@@ -121,7 +133,7 @@ class Command(click.Command):
         if is_config(given):
             apply_config(ctx, Path(given), notes)
             ctx.params.clear()
-            rest = super().parse_args(ctx, list(args))
+            rest = self._parsed(ctx, args)
             if self._model(ctx) == given:
                 ctx.params["model"] = self._own_model(ctx)
         return rest

@@ -14,17 +14,22 @@ from .command import Command
 
 __all__ = ["doctor_command"]
 
+SMOKE_S = 120  # that the smoke test may take
+SMOKE_TOKENS = 64
+LITTLE_MEMORY = 4 << 30  # bytes
+
 PROBE_S = 1.0  # what a probe may take
 
 
 @click.command("doctor", cls=Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--no-smoke", is_flag=True, help="Do not answer 64 tokens with a model that is here.")
 @click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")
 @click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> int:
-    """Check this machine; with NAME, only that backend.
+def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> int:
+    """Check this machine, and answer 64 tokens; with NAME, only that backend.
 
     Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, exits with
     the code of its state (0 ready, 2 disabled or unknown, 3 broken, 4 unavailable).
@@ -39,6 +44,7 @@ def doctor_command(name: str | None, as_json: bool, plugins_file: Path | None, p
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
     facts["backends"] = backends
     if not name:
+        facts["smoke"] = {"state": "left out"} if no_smoke else _smoke()
         facts["advice"] = _advice(facts)
     if as_json:
         click.echo(json.dumps(facts, indent=1))
@@ -54,6 +60,7 @@ def _machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_version()} ({sys.executable})",
         "cores": str(os.cpu_count()),
+        "numa nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1),
         "allowed cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
     }
 
@@ -93,6 +100,45 @@ def _backend(name: str, plugins_file: Path | None, plugin_paths: tuple[Path, ...
     return dict(probe.state)
 
 
+def _smoke() -> dict[str, str]:
+    """64 tokens of the smallest model that is here, by the real command in a process of its own."""
+    import subprocess
+
+    from ..formats.sources import list_cached
+
+    models = sorted(list_cached(), key=lambda m: m.size_bytes)
+    if not models:
+        return {"state": "not run: no model is here", "hint": "fastllm download"}
+    command = ["run", models[0].name, "--prompt", "Count to one hundred: one, two,", "-n", "64", "--ignore-eos", "--temperature", "0"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fastllm", *command, "--offline", "--json", "--quiet"], capture_output=True, text=True, timeout=SMOKE_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return {"state": f"failed: {models[0].name} gave no 64 tokens in {SMOKE_S} s"}
+    if done.returncode:
+        return {"state": f"failed with exit code {done.returncode}: {done.stderr.strip() or 'without a word'}"}
+    answer = json.loads(done.stdout)
+    times = answer["timings"]
+    rate = (times["decode_tokens"] - 1) / max(times["decode_s"], 1e-9)
+    return {
+        "state": "good" if len(answer["output_ids"]) == SMOKE_TOKENS else f"failed: {len(answer['output_ids'])} tokens came",
+        "model": f"{models[0].name} on {answer['backend']}, {answer['threads']} threads",
+        "speed": f"loaded in {times['load_s']:.2f} s, first token after {times['ttft_s']:.2f} s, {rate:.1f} tokens/s",
+    }
+
+
+def _flags(facts: dict[str, Any]) -> str:
+    """Options that this machine asks for; what is chosen well by itself is not among them."""
+    from ..core.cgroup import available_memory
+
+    free = available_memory()
+    flags = "--ctx 4096 --kv-dtype int8" if free is not None and free < LITTLE_MEMORY else ""
+    if int(facts["machine"]["numa nodes"]) > 1:
+        flags = f"{flags}; on one NUMA node: numactl --cpunodebind=0 --membind=0 fastllm …".lstrip("; ")
+    return flags
+
+
 def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
     ready = [n for n, b in facts["backends"].items() if b["state"] == "ready"]
@@ -100,6 +146,10 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         lines.append("only the numpy backend is ready: answers are right but slow")
     if "note" in facts["caches"]:
         lines.append("set FASTLLM_HOME to a folder that can be written")
+    if flags := _flags(facts):
+        lines.append(f"recommended here: {flags}")
+    if facts["smoke"]["state"].startswith("failed"):
+        lines.append("the 64 tokens failed: see smoke above")
     lines += _packages()
     return lines or ["nothing stands in the way: fastllm run"]
 

@@ -12,7 +12,6 @@ import socket
 import struct
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,11 +61,10 @@ def _answer(stream: socket.socket, header: dict[str, Any], data: bytes = b"") ->
 
 def _open(settings: dict[str, Any]) -> Any:
     """The kitchen: tokenizer and template of the model at settings["path"], whose files are closed again."""
-    from ..formats import open_model
-    from ..loading import open_text
+    from ..loading import LoadOptions, open_files, open_text
     from .prepare import Kitchen
 
-    files = open_model(Path(settings.pop("path")))
+    files = open_files(settings.pop("path"), LoadOptions(offline=True, **settings.pop("files")))
     try:
         tokenizer, template = open_text(files, settings["n_ctx"])
     finally:

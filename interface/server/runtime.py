@@ -8,6 +8,7 @@ that do not read, requests that wait for too long, and an engine that has failed
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -64,9 +65,11 @@ class Runtime:
 
     async def attach(self, loaded: LoadedModel) -> None:
         """Takes the loaded model and starts what answers need; from here on the server is ready. The caller keeps the model."""
-        settings = self.settings
+        settings, options = self.settings, loaded.planned.options
+        given = {name: getattr(options, name) for name in ("chat_template", "tokenizer_from", "cache_dir")}
         kitchen = {
             "path": str(loaded.planned.files.path),
+            "files": {name: None if value is None else os.fspath(value) for name, value in given.items()},
             "n_ctx": loaded.context,
             "vocab_size": loaded.planned.definition.vocab_size,
             "names": settings.names,

@@ -132,6 +132,17 @@ def test_several_lines_are_one_message(chat):
     assert child.match.group(1) == several  # the same message
 
 
+def test_pasted_lines_are_one_message(chat):
+    child = chat()
+    child.send("\x1b[200~/one\rtwo\x1b[201~")
+    child.expect("two")
+    child.send("\r")
+    child.expect(r"ctx (\d+)/64")
+    assert int(child.match.group(1)) > 20  # one message, not a command
+    child.expect(PROMPT)
+    ask(child, "/undo", "0 messages are left")
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(chat, tiny_model):
     child = chat("-n", "1000000", "--ignore-eos", "--backend", "ref", model=slow_model(tiny_model))
     child.send("go\r")

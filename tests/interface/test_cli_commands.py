@@ -292,14 +292,38 @@ def test_ops_that_leave_their_device_are_lines_of_plan_and_run(run, tiny_model, 
 
 
 def test_doctor_names_the_machine_and_every_backend(run):
-    facts = json.loads(run("doctor", "--json").out)
-    assert set(facts) == {"machine", "limits", "caches", "backends", "advice"}
+    facts = json.loads(run("doctor", "--json", "--no-smoke").out)
+    assert set(facts) == {"machine", "limits", "caches", "backends", "smoke", "advice"}
+    assert int(facts["machine"]["numa nodes"]) >= 1
     assert facts["backends"]["ref"]["state"] == "ready"
     assert "cpu_avx" in facts["backends"]
-    people = run("doctor")
+    people = run("doctor", "--no-smoke")
     assert people.code == 0
     assert "backend ref: ready" in people.out
     assert "advice: " in people.out
+
+
+def test_doctor_answers_with_a_model_that_is_here(run, package, tiny_model, monkeypatch, tmp_path):
+    from fastllm.cli import doctor
+    from fastllm.formats import sources
+
+    none = json.loads(run("doctor", "--json").out)["smoke"]
+    assert none == {"state": "not run: no model is here", "hint": "fastllm download"}
+    assert run("download", package, "--quiet").code == 0
+    monkeypatch.setenv("FASTLLM_BACKEND", "ref")
+    broken = run("doctor")  # this model has no tokenizer
+    assert "state: failed with exit code 1" in broken.out
+    assert "advice: the 64 tokens failed: see smoke above" in broken.out
+    monkeypatch.setattr(doctor, "SMOKE_S", 0.01)
+    assert "no 64 tokens in" in run("doctor").out
+    monkeypatch.undo()
+    folder = shutil.copytree(tiny_model, tmp_path / "longer")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    monkeypatch.setattr(sources, "list_cached", lambda: [sources.CachedModel(str(folder), folder, 1, "", "")])
+    good = json.loads(run("doctor", "--json").out)
+    assert good["smoke"]["state"] == "good"
+    assert "tokens/s" in good["smoke"]["speed"]
 
 
 def test_doctor_of_one_backend_exits_with_its_state(run, monkeypatch):

@@ -209,6 +209,15 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_a_file(tmp_path, monkey
     assert parsed("plan", tiny_model)["model"] == str(tiny_model)
 
 
+def test_an_error_says_that_a_value_is_from_a_variable_or_a_file(run, tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "c.toml").write_text("top-k = -5\n")
+    done = run("run", tiny_model, "--prompt", "x", "--config", tmp_path / "c.toml")
+    assert (done.code, "c.toml" in done.err, "--top-k" in done.err) == (2, True, True)
+    monkeypatch.setenv("FASTLLM_CTX", "many")
+    done = run("run", tiny_model, "--prompt", "x")
+    assert (done.code, "from the variable FASTLLM_CTX" in done.err) == (2, True)
+
+
 def test_json_and_debug_hold_as_variables_for_errors_too(run, monkeypatch):
     monkeypatch.setenv("FASTLLM_JSON", "1")
     assert json.loads(run("inspect", "/no/such").out)["error"]["exit_code"] == 2

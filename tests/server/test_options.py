@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,23 @@ def test_a_request_may_bring_its_template_where_that_is_allowed(special, http):
             assert refused.json()["error"].get("param", "chat_template") == "chat_template"
     refused = http.post(CHAT, json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+
+
+SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+
+
+def test_another_template_and_its_switch_hold_for_all_requests(start, model_folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("other " + SWITCH)
+    (tmp_path / "t.jinja").write_text(SWITCH)
+    for options, text in (({"tokenizer_from": str(tmp_path), "chat_template": tmp_path / "t.jinja"}, ""), ({"tokenizer_from": str(tmp_path)}, "other ")):
+        server = start(options, thinking=False)
+        try:
+            for more, said in (({}, "False"), ({"chat_template_kwargs": {"enable_thinking": True}}, "True")):
+                assert server.client.post("/apply-template", json={"messages": HI, **more}).json()["prompt"] == f"{text}Hi{said}"
+        finally:
+            server.close()
 
 
 def test_prompts_are_logged_only_if_asked(special, http, capsys):
