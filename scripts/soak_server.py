@@ -1,11 +1,12 @@
 """A server under more load than it can take, for as long as asked; afterwards it must be as it was.
 
-    python scripts/soak_server.py [MODEL] [--minutes 10]
+    python scripts/soak_server.py [MODEL] [--minutes 10]        # prints the table of docs/server.md; 1 if there was a fault
 
 Clients chat, send long prompts, ask for several choices and log-probabilities, send broken bodies, leave in the middle (one in five),
 read slowly, or do not read at all; one sends bodies of 20 MB, which are refused or tokenised. /health is polled by a process of its own.
 Seeded probes, streamed or not, are asked alone before the load, during it and after it. It fails, and says why, if an answer is wrong or
-lost, a status is unexpected, blocks, descriptors or threads are left, memory grows, or /health is slow.
+lost, a status is unexpected, blocks, descriptors or threads are left, memory grows, /health is slow, or files of fastllm change meanwhile: then
+processes that the server starts later are of another version, and the run says nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import sys
 import time
 import urllib.parse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+import fastllm
 from fastllm.cli.bench_serve import _Target, percentile
 
 PROBES = [{"prompt": f"{i} " * (1 + 9 * i), "max_tokens": 12, "seed": i, "temperature": 0.9, "ignore_eos": True} for i in range(4)]
@@ -32,6 +35,7 @@ STALL_S = 40  # a client that reads nothing is cut after 30 s
 BIG_BYTES = 20_000_000
 HEALTH_MS = 100
 MB_A_MINUTE = 1.0
+FEW = 50  # gaps in a tenth of the time; fewer tell nothing
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
     health_ms: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # between two tokens of a probe: (when, seconds)
 
     def fault(self, text: str) -> None:
         """Notes one; many of a kind are one."""
@@ -90,31 +95,35 @@ async def stream(target: _Target, path: str, body: dict[str, Any], rng: random.R
         writer.close()
 
 
-async def probe(target: _Target, number: int, *, streamed: bool = False) -> str | None:
+async def probe(target: _Target, number: int, *, streamed: bool = False, gaps: list[tuple[float, float]] | None = None) -> str | None:
     """The text of a probe; None if the server was full."""
     if streamed:
-        return await streamed_probe(target, number)
+        return await streamed_probe(target, number, [] if gaps is None else gaps)
     status, body = await ask(target, "/v1/completions", PROBES[number])
     if status == 503:
         return None
     return body["choices"][0]["text"] if status == 200 and body else f"status {status}"
 
 
-async def streamed_probe(target: _Target, number: int) -> str | None:
-    """The same, joined from a stream."""
+async def streamed_probe(target: _Target, number: int, gaps: list[tuple[float, float]]) -> str | None:
+    """The same, joined from a stream; notes the mean time between its tokens."""
     status, reader, writer = await target.open("POST", "/v1/completions", json.dumps({**PROBES[number], "stream": True}).encode())
     try:
         if status != 200:
             return None if status == 503 else f"status {status}"
-        text = ""
+        text, first, count = "", 0.0, 0
         while line := await reader.readline():
+            now = time.monotonic()
             if line.startswith(b"data: [DONE]"):
+                if count > 1:
+                    gaps.append((now, (now - first) / (count - 1)))
                 return text
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
                     return f"error {event['error']}"
                 text += event["choices"][0]["text"]
+                first, count = first or now, count + 1
         return text + " (cut)"
     finally:
         writer.close()
@@ -172,12 +181,12 @@ async def client(target: _Target, seed: int, end: float, wanted: list[str], repo
             async with asyncio.timeout(ANSWER_S):
                 if kind < 2:
                     number = rng.randrange(len(PROBES))
-                    text = await probe(target, number, streamed=rng.random() < 0.5)
+                    text = await probe(target, number, streamed=rng.random() < 0.5, gaps=report.gaps)
                     report.compared += text is not None
                     if text is None:
                         outcome = "refused"
                     elif text != wanted[number]:
-                        outcome = "wrong answer to a probe"
+                        outcome = f"probe {number} got {text!r} instead of {wanted[number]!r}"
                 elif kind < 4:
                     history = [*history[-6:], {"role": "user", "content": "word " * rng.randint(1, 12)}]
                     outcome = await stream(target, "/v1/chat/completions", {"messages": history, "max_tokens": rng.randint(1, 40)}, rng)
@@ -268,6 +277,23 @@ def slope(samples: list[tuple[float, int]]) -> float:
     return sum((t - mean_t) * (m - mean_m) for t, m in late) / max(spread, 1e-9) * 60 / 1e6
 
 
+def slowing(gaps: list[tuple[float, float]]) -> float | None:
+    """p99 of the times between tokens in the last tenth of the time over that in the first; None: there are too few."""
+    if not gaps:
+        return None
+    start, end = gaps[0][0], gaps[-1][0]
+    tenth = (end - start) / 10
+    first, last = [g for at, g in gaps if at < start + tenth], [g for at, g in gaps if at > end - tenth]
+    return percentile(last, 0.99) / percentile(first, 0.99) if min(len(first), len(last)) >= FEW else None
+
+
+def newest() -> float:
+    """When a file of fastllm was changed last."""
+    folder = Path(fastllm.__file__).parents[1]
+    rooms = ("core", "text", "models", "formats", "interface", "backends")
+    return max(file.stat().st_mtime for room in rooms for kind in ("*.py", "*.so") for file in (folder / room).rglob(kind))
+
+
 async def soak(
     url: str, process: psutil.Process, seconds: float, *, clients: int = 24, settle_s: float = 30.0, big_bytes: int = BIG_BYTES
 ) -> Report:
@@ -332,6 +358,7 @@ def main() -> int:
         print(json.dumps(health(asked.health[0], float(asked.health[1]))))
         return 0
     command = [sys.executable, "-m", "fastllm", "server", asked.model, "--port", "0", "-q", "--max-batch-size", "8", "--max-queue", "8", "--ctx", "1024"]
+    before = newest()
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
@@ -340,20 +367,33 @@ def main() -> int:
     finally:
         server.terminate()
         code = server.wait()
-    growth, slowest = slope(report.memory), percentile(report.health_ms, 0.99)
-    if growth > MB_A_MINUTE:
+    growth, slowest, later = slope(report.memory), percentile(report.health_ms, 0.99), slowing(report.gaps)
+    if growth > MB_A_MINUTE and asked.minutes >= 5:  # before, the memory of the first of everything is not over
         report.fault(f"memory grows by {growth:.2f} MB a minute")
     if slowest > HEALTH_MS:
         report.fault(f"/health takes {slowest:.0f} ms at p99")
     if code:
         report.fault(f"the server ended with {code}")
-    print(f"{report.requests} requests, {report.cancelled} left by their clients, {report.refused} refused (503), {report.stalled} clients cut that did not read")
-    print(f"{report.compared} answers compared with those of a run alone; {report.big} bodies of 20 MB")
-    resident = [size for _, size in report.memory]
-    print(f"memory {growth:+.2f} MB a minute ({resident[0] / 1e6:.0f} MB at first, {max(resident) / 1e6:.0f} at most)")
-    print(f"/health p50 {percentile(report.health_ms, 0.5):.1f} ms, p99 {slowest:.1f} ms, at most {max(report.health_ms):.1f} ms, of {len(report.health_ms)} calls")
+    if newest() != before:
+        report.fault("files of fastllm changed while it ran: this run says nothing")
+    table(asked, report, growth, later)
     print("\n".join(f"FAULT {fault}" for fault in report.faults) or "no fault")
     return 1 if report.faults else 0
+
+
+def table(asked: argparse.Namespace, report: Report, growth: float, later: float | None) -> None:
+    """What happened, as Markdown."""
+    resident, asked_health = [size / 1e6 for _, size in report.memory], report.health_ms
+    rows = {
+        "requests · left by their clients · refused (503) · clients cut that did not read": f"{report.requests} · {report.cancelled} · {report.refused} · {report.stalled}",
+        "answers compared with those of a run alone · bodies of 20 MB": f"{report.compared} · {report.big}",
+        "memory at first · at most · slope after the first fifth": f"{resident[0]:.0f} MB · {max(resident):.0f} MB · {growth:+.2f} MB a minute",
+        f"`/health` p50 · p99 · at most, of {len(asked_health)} calls": f"{percentile(asked_health, 0.5):.1f} · {percentile(asked_health, 0.99):.1f} · {max(asked_health):.1f} ms",
+        "p99 between tokens of a probe, last tenth of the time over the first": "too few" if later is None else f"{later:.2f}",
+        "faults": f"{len(report.faults)}",
+    }
+    print(f"| {asked.minutes:g} minutes, `{asked.model}` | |\n|---|---|")
+    print("\n".join(f"| {name} | {value} |" for name, value in rows.items()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any, Final
 __all__ = ["Bridge"]
 
 
-EVERY_S: Final = 0.010  # steps that are quicker bring their tokens together: that often, text leaves
+EVERY_S: Final = 0.020  # steps that are quicker bring their tokens together: at least that often, text leaves
 
 
 class Bridge:
