@@ -65,8 +65,8 @@ class Stress:
         for _ in range(self.rng.randint(1, 6)):
             known = self.rng.choice(self.known) if self.rng.random() < 0.6 else None
             size = self.rng.choice((1, 5, 33, 64, 65, 130, 250))
-            noise = [self.rng.randrange(40, 2000) for _ in range(size)]
-            params = SamplingParams(max_tokens=self.rng.randint(1, 24), temperature=0.8, seed=self.rng.randrange(100), n=self.rng.choice((1, 1, 2)), ignore_eos=True)
+            noise = [self.rng.randrange(40, min(self.llm.tokenizer.vocab_size, 4000)) for _ in range(size)]
+            params = SamplingParams(max_tokens=self.rng.randint(1, 80), temperature=0.8, seed=self.rng.randrange(100), n=self.rng.choice((1, 1, 2)), ignore_eos=True)
             try:
                 handle = self.llm.loaded.engine.submit(known.request if known else Request(noise, params))
             except QueueFull:
@@ -149,39 +149,27 @@ def requests(llm: LLM, rng: random.Random, count: int) -> list[Known]:
     return made
 
 
-def main() -> int:
-    """Prints what was seen; 1 if something differed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--known", type=int, default=48, help="requests whose answer is known")
-    parser.add_argument("--kv-dtype", default=None)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--cache", type=int, default=640, help="tokens that the cache holds")
-    asked = parser.parse_args()
-    seed = random.randrange(1 << 30) if asked.seed is None else asked.seed
-    print(f"{asked.model}, seed {seed}", flush=True)
-    rng, same = random.Random(seed), {"threads": asked.threads, "kv_dtype": asked.kv_dtype, "ctx": 384}
-    with LLM(asked.model, prefix_cache=False, max_batch_size=4, **same) as llm:
-        known = requests(llm, rng, asked.known)
+def stress_model(model: str, seconds: float, seed: int, *, count: int = 48, cache: int = 448, **options: Any) -> Stress:
+    """Loads a model twice, and puts it under random schedules for so long. options: of the model, for both."""
+    rng = random.Random(seed)
+    with LLM(model, prefix_cache=False, max_batch_size=4, **options) as llm:
+        known = requests(llm, rng, count)
         for one in known:
             one.answer = told(llm.loaded.engine.submit(one.request).result(WAIT_S))
-    with LLM(asked.model, max_batch_size=rng.choice((4, 8, 16)), prefill_chunk=rng.choice((48, 128, 512)), kv_cache_tokens=asked.cache, max_queue=32, **same) as llm:
+    shape = {"max_batch_size": rng.choice((8, 16)), "prefill_chunk": rng.choice((48, 128, 512)), "block_size": rng.choice((16, 16, 32, 64))}
+    with LLM(model, kv_cache_tokens=cache, max_queue=32, **shape, **options) as llm:
         for one in known:  # a grammar belongs to the tokenizer of its engine
             one.request = one.request if one.request.constraint is None else replace(one.request, constraint=llm.grammars.json_schema(SCHEMA))
-        stress = Stress(llm, rng, known)
-        runner = llm.loaded.engine._runner
-        run = runner.run
+        stress, engine = Stress(llm, rng, known), llm.loaded.engine
+        run = engine._runner.run
 
         def disturbed(batch: Any) -> Any:
             result = run(batch)
             stress.amid()
             return result
 
-        runner.run = disturbed  # type: ignore[method-assign]
-        stress.run(asked.minutes * 60)
-        engine = llm.loaded.engine
+        engine._runner.run = disturbed  # type: ignore[method-assign]
+        stress.run(seconds)
         for one in known:  # and now alone again, with all that is cached
             found = told(engine.submit(one.request).result(WAIT_S))
             if found != one.answer:
@@ -192,7 +180,26 @@ def main() -> int:
         stats = engine.stats()
         if stats.blocks_used or stats.running or stats.waiting:
             stress.faults.append(f"left behind: {stats.blocks_used} blocks, {stats.running} that run, {stats.waiting} that wait")
-    print(dict(stress.counts), f"{stats.preemptions} preemptions, {stats.prefix_hit_tokens} tokens found in the cache, {stats.steps} steps")
+        stress.counts += Counter(preempted=stats.preemptions, found=stats.prefix_hit_tokens, steps=stats.steps)
+    return stress
+
+
+def main() -> int:
+    """Prints what was seen; 1 if something differed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--known", type=int, default=48, help="requests whose answer is known")
+    parser.add_argument("--kv-dtype", default=None)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--cache", type=int, default=448, help="tokens that the cache holds")
+    asked = parser.parse_args()
+    seed = random.randrange(1 << 30) if asked.seed is None else asked.seed
+    print(f"{asked.model}, seed {seed}", flush=True)
+    options = {"threads": asked.threads, "kv_dtype": asked.kv_dtype, "ctx": 384}
+    stress = stress_model(asked.model, asked.minutes * 60, seed, count=asked.known, cache=asked.cache, **options)
+    print(", ".join(f"{name} {count}" for name, count in stress.counts.items()))
     print("\n".join(f"FAULT {fault}" for fault in stress.faults) or "no fault")
     return 1 if stress.faults else 0
 

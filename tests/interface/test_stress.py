@@ -1,0 +1,70 @@
+"""The stress of a model under random schedules, for seconds instead of minutes; and planted faults, which it must name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastllm.core.kv_cache import BlockManager
+from fastllm.core.sampling import SamplerState
+
+from .conftest import with_tokenizer
+
+_spec = importlib.util.spec_from_file_location("stress_engine", Path(__file__).parents[2] / "scripts" / "stress_engine.py")
+stress_engine = importlib.util.module_from_spec(_spec)
+sys.modules["stress_engine"] = stress_engine  # its dataclasses look it up
+_spec.loader.exec_module(stress_engine)
+
+
+@pytest.fixture(scope="module")
+def stressed(tmp_path_factory):
+    """stressed(seconds, seed, family="llama", **options): tiny models with a context of 1,024."""
+
+    def stress(seconds, seed, family="llama", **options):
+        folder = with_tokenizer(tmp_path_factory.mktemp("stressed") / family, family)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+        return stress_engine.stress_model(str(folder), seconds, seed, count=21, ctx=384, threads=2, **options)
+
+    return stress
+
+
+@pytest.mark.parametrize(("seed", "family", "kv_dtype"), [(1, "llama", None), (2, "llama", "int8"), (3, "qwen3_next", None)])
+def test_what_a_request_gets_does_not_depend_on_what_else_happens(stressed, seed, family, kv_dtype):
+    stress = stressed(4, seed, family, kv_dtype=kv_dtype)
+    assert stress.faults == []
+    assert min(stress.counts[name] for name in ("compared", "cancelled", "preempted", "found")) > 0, stress.counts
+
+
+def test_a_block_that_is_given_away_too_early_is_named(stressed, monkeypatch):
+    close, count = BlockManager.close, [0]
+
+    def early(self, sequence):
+        """Now and then the blocks of somebody else go, too, but for their count."""
+        close(self, sequence)
+        count[0] += 1
+        if count[0] % 5 == 0 and self.num_used:
+            block = next(b for b, refs in enumerate(self._refs) if refs)
+            if not self._nodes[block] and block not in self._free:
+                self._free.append(block)
+
+    monkeypatch.setattr(BlockManager, "close", early)
+    assert stressed(2, 3).faults
+
+
+def test_a_sampler_that_draws_once_too_often_is_named(stressed, monkeypatch):
+    draw, count = SamplerState.draw, [0]
+
+    def twice(self):
+        count[0] += 1
+        found = draw(self)
+        if count[0] % 300 == 0:
+            self._uniforms = [*self._uniforms[1:], 0.5]
+        return found
+
+    monkeypatch.setattr(SamplerState, "draw", twice)
+    assert stressed(2, 4).faults
