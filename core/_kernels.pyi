@@ -18,6 +18,7 @@ __all__ = [
     "logprobs",
     "philox4x32",
     "sample",
+    "trim",
     "uniform",
 ]
 
@@ -32,6 +33,7 @@ def f16_to_f32(values: NDArray[np.float16] | NDArray[np.uint16]) -> NDArray[np.f
 def f32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]: ...
 def bf16_to_f32(values: NDArray[np.uint16]) -> NDArray[np.float32]: ...
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
+def trim() -> None: ...
 def uniform(seed: int, sequence: int, position: NDArray[np.uint64]) -> NDArray[np.float64]: ...
 
 class Sampler:
@@ -49,6 +51,7 @@ class Sampler:
         adjust_repeat: NDArray[np.float32] | None = None,
         adjust_sub: NDArray[np.float32] | None = None,
         mask: NDArray[np.uint32] | None = None,
+        portable: bool = False,
     ) -> None: ...
     def choose(self, logits: NDArray[np.float32]) -> NDArray[np.int32]: ...
 
@@ -67,6 +70,7 @@ def sample(
     adjust_repeat: NDArray[np.float32] | None = None,
     adjust_sub: NDArray[np.float32] | None = None,
     mask: NDArray[np.uint32] | None = None,
+    portable: bool = False,
     with_logprobs: Literal[False] = False,
 ) -> NDArray[np.int32]: ...
 @overload

@@ -31,6 +31,7 @@ __all__ = [
     "logprobs",
     "philox4x32",
     "sample",
+    "trim",
     "uniform",
 ]
 
@@ -52,6 +53,17 @@ cdef extern from "_groups.h" nogil:
         int bits, int zero_point, int group, int search, const float *data, uint8_t *out, double *errors, int64_t groups
     )
 
+cdef extern from *:
+    """
+    #if defined(__GLIBC__)
+    #include <malloc.h>
+    static void fl_trim(void) { malloc_trim(0); }
+    #else
+    static void fl_trim(void) {}
+    #endif
+    """
+    void fl_trim() nogil
+
 cdef extern from "_select.h" nogil:
     ctypedef struct fl_sampler:
         const double *u
@@ -65,7 +77,9 @@ cdef extern from "_select.h" nogil:
         const float *adjust_repeat
         const float *adjust_sub
         const uint32_t *mask
+        int wide
 
+    int fl_runs_512()
     void fl_philox(const uint32_t *counter, const uint32_t *key, uint32_t *out)
     void fl_uniform(uint64_t seed, uint64_t sequence, const uint64_t *position, double *out, int64_t n)
     int fl_sample(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, int32_t *ids)
@@ -312,6 +326,12 @@ def uniform(uint64_t seed, uint64_t sequence, position):
     return out
 
 
+def trim() -> None:
+    """Gives memory that was freed back to the system, where the C library keeps it (glibc); nothing elsewhere."""
+    with nogil:
+        fl_trim()
+
+
 # ---- sampling ----------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +392,7 @@ cdef _check_sampler(const fl_sampler *s, int64_t rows, int64_t adjusted, int64_t
 
 cdef class Sampler:
     """The parameters of R rows, their arrays checked once; `sample` says what they are. Values of numpy arrays may change
-    between calls; of what is no array, a copy is kept."""
+    between calls; of what is no array, a copy is kept. portable: only the code that every machine runs, for comparison."""
 
     cdef fl_sampler s
     cdef int64_t rows, adjusted, words
@@ -380,7 +400,7 @@ cdef class Sampler:
 
     def __init__(
         self, *, u, temperature, top_k, top_p, min_p, adjust_start=None, adjust_ids=None, adjust_bias=None, adjust_repeat=None,
-        adjust_sub=None, mask=None,
+        adjust_sub=None, mask=None, portable=False,
     ):
         """Raises ShapeError for an array of another type or length."""
         cdef int64_t rows, adjusted
@@ -403,6 +423,7 @@ cdef class Sampler:
         adjust_repeat = _rows(adjust_repeat, "adjust_repeat", cnp.NPY_FLOAT32, adjusted)
         adjust_sub = _rows(adjust_sub, "adjust_sub", cnp.NPY_FLOAT32, adjusted)
         self.rows, self.adjusted, self.words, self.s.mask = rows, adjusted, 0, NULL
+        self.s.wide = 0 if portable else fl_runs_512()
         if mask is not None:
             mask = _array(mask, "mask", np.uint32, 2)
             self.words = mask.shape[1]

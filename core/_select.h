@@ -25,6 +25,7 @@
 #include <string.h>
 
 #include "_codecs.h"
+#include "_select_512.h"
 
 #define FL_CHUNK 128
 #define FL_BUCKETS 1024 /* of width 1/32 in t; the last one holds everything below: weights of zero */
@@ -169,13 +170,15 @@ static uint64_t fl_select(uint64_t *keys, uint64_t *weights, int64_t n, uint64_t
     }
 }
 
-/* Keys of the k largest logits of a row of n, in no order; returns how many (k, or n if that is less). keys: room for n. */
-static int64_t fl_largest(const float *row, int64_t n, int64_t k, const int32_t *maxima, uint64_t *keys) {
+/* Keys of the k largest logits of a row of n, of those whose order is not below `least`, in no order; returns how many (k, or all if
+ * they are less). keys: room for n. */
+static int64_t fl_largest(const float *row, int64_t n, int64_t k, const int32_t *maxima, int32_t least, uint64_t *keys) {
     const int64_t chunks = fl_chunks(n);
-    int32_t bound = INT32_MIN;
+    int32_t bound = least;
     if (k < chunks) {
         for (int64_t c = 0; c < chunks; c++) keys[c] = fl_key(maxima[c], c);
-        bound = fl_key_order(fl_select(keys, NULL, chunks, (uint64_t)k - 1));
+        const int32_t kth = fl_key_order(fl_select(keys, NULL, chunks, (uint64_t)k - 1));
+        bound = kth > least ? kth : least;
     }
     int64_t found = 0;
     for (int64_t c = 0; c < chunks; c++) {
@@ -263,6 +266,7 @@ typedef struct {
     float top, inverse; /* t = (x - top) * inverse */
     double u, top_p;    /* top_p >= 1: off */
     uint64_t least;     /* of a weight: min_p */
+    int wide;           /* AVX-512 may be used */
 } fl_draw;
 
 static uint64_t fl_least(float min_p) {
@@ -338,30 +342,50 @@ static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const 
     memset(mass, 0, FL_BUCKETS * sizeof(uint64_t));
     for (int64_t c = 0; c < fl_chunks(n); c++) {
         if (maxima[c] < weightless) continue;
+#ifdef FL_HAVE_512
+        int64_t end = c; /* of a run of whole chunks */
+        while (draw->wide && end < n / FL_CHUNK && maxima[end] >= weightless) end++;
+        if (end > c) {
+            fl_masses_512(row + c * FL_CHUNK, (end - c) * FL_CHUNK, draw->top, draw->inverse, least, head, mass);
+            c = end - 1;
+            continue;
+        }
+#endif
         fl_weigh(fl_padded(row, n, c, room), draw->top, draw->inverse, weights, buckets);
         fl_add_masses(weights, buckets, least, head, mass);
     }
+}
+
+/* The buckets of a chunk, as of fl_weigh. */
+FL_CLONES static void fl_buckets(const float *x, float top, float inverse, int32_t *buckets) {
+    for (int i = 0; i < FL_CHUNK; i++)
+        buckets[i] = (int32_t)(fl_larger((x[i] - top) * inverse, (1.0f - FL_BUCKETS) / 32.0f) * -32.0f);
 }
 
 /* Keys and weights of the tokens of one bucket. */
 static int64_t fl_members(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, int bucket, uint64_t *keys,
                           uint64_t *weights) {
     float room[FL_CHUNK];
-    uint64_t w[FL_CHUNK];
     int32_t buckets[FL_CHUNK];
     int64_t found = 0;
     for (int64_t c = 0; c < fl_chunks(n); c++) {
         const float best = (fl_unorder(maxima[c]) - draw->top) * draw->inverse * -32.0f;
         if (best >= (float)bucket + 1.0f && bucket < FL_BUCKETS - 1) continue; /* its best token is already below the bucket */
         const float *x = fl_padded(row, n, c, room);
-        const int count = n - c * FL_CHUNK < FL_CHUNK ? (int)(n - c * FL_CHUNK) : FL_CHUNK;
-        fl_weigh(x, draw->top, draw->inverse, w, buckets);
-        for (int i = 0; i < count; i++) {
-            if (buckets[i] != bucket) continue;
-            keys[found] = fl_key(fl_order(x[i]), c * FL_CHUNK + i);
-            weights[found++] = w[i];
+        int32_t members[FL_CHUNK];
+        int count = 0;
+#ifdef FL_HAVE_512
+        if (draw->wide) count = fl_bucket_512(x, draw->top, draw->inverse, bucket, bucket == FL_BUCKETS - 1, members);
+#endif
+        if (!draw->wide) {
+            fl_buckets(x, draw->top, draw->inverse, buckets);
+            for (int i = 0; i < FL_CHUNK; i++)
+                if (buckets[i] == bucket) members[count++] = i;
         }
+        for (int i = 0; i < count && c * FL_CHUNK + members[i] < n; i++)
+            keys[found++] = fl_key(fl_order(x[members[i]]), c * FL_CHUNK + members[i]);
     }
+    fl_weigh_keys(keys, found, draw->top, draw->inverse, weights);
     return found;
 }
 
@@ -414,15 +438,12 @@ static int32_t fl_draw_row(const float *row, int64_t n, const int32_t *maxima, c
 
 /* ---- masks and adjustments ----------------------------------------------------------------------------------------------- */
 
-/* out = row where the mask's bit is 1, else -inf. mask NULL: a copy. */
+/* out = row where the mask's bit is 1, else -inf. */
 static void fl_masked(const float *row, int64_t n, const uint32_t *mask, float *out) {
-    memcpy(out, row, (size_t)n * sizeof(float));
-    if (mask == NULL) return;
     for (int64_t first = 0; first < n; first += 32) {
         const uint32_t word = mask[first / 32];
-        if (word == 0xffffffffu) continue;
         const int64_t end = first + 32 < n ? first + 32 : n;
-        for (int64_t i = first; i < end; i++) out[i] = word >> (i - first) & 1 ? out[i] : fl_as_float(0xff800000u);
+        for (int64_t i = first; i < end; i++) out[i] = word >> (i - first) & 1 ? row[i] : fl_as_float(0xff800000u);
     }
 }
 
@@ -434,6 +455,7 @@ typedef struct { /* all arrays are inputs, R rows */
     const int32_t *adjust_start, *adjust_ids; /* R+1; A */
     const float *adjust_bias, *adjust_repeat, *adjust_sub;
     const uint32_t *mask; /* [R, ceil(n/32)] or NULL */
+    int wide;             /* AVX-512 may be used */
 } fl_sampler;
 
 /* Applies row r's adjustments in list order; `bans` 0 leaves out the biases of -inf. Returns whether there was one. */
@@ -457,29 +479,59 @@ typedef struct {
     float *copy;
 } fl_scratch;
 
-static int32_t fl_sample_row(const float *raw, int64_t n, const fl_sampler *s, int64_t r, fl_scratch *scratch) {
-    const float *row = raw;
-    int32_t highest, lowest;
-    fl_chunk_maxima(raw, n, scratch->maxima, &highest, &lowest);
-    if (!fl_usable(highest, lowest)) return -1;
-    if (s->mask != NULL || s->adjust_start[r] != s->adjust_start[r + 1]) {
-        const uint32_t *mask = s->mask ? s->mask + r * ((n + 31) / 32) : NULL;
-        fl_masked(raw, n, mask, scratch->copy);
-        const int banned = fl_adjust(s, r, 1, scratch->copy);
-        fl_chunk_maxima(scratch->copy, n, scratch->maxima, &highest, &lowest);
-        if (highest == FL_MINUS_INF && banned) { /* nothing survived: the grammar wins over bans */
-            fl_masked(raw, n, mask, scratch->copy);
-            fl_adjust(s, r, 0, scratch->copy);
-            fl_chunk_maxima(scratch->copy, n, scratch->maxima, &highest, &lowest);
-        }
-        if (!fl_usable(highest, lowest)) return -1;
-        row = scratch->copy;
+/* scratch->copy = raw under a mask, with its maxima, highest and lowest; *usable: of raw. */
+static void fl_mask_row(const float *raw, int64_t n, const uint32_t *mask, int wide, fl_scratch *scratch, int32_t *highest,
+                        int32_t *lowest, int *usable) {
+#ifdef FL_HAVE_512
+    if (wide && n % FL_CHUNK == 0) {
+        int32_t top, bottom;
+        fl_masked_512(raw, n, mask, scratch->copy, scratch->maxima, highest, lowest, &top, &bottom);
+        *usable = fl_usable(top, bottom);
+        return;
     }
+#endif
+    fl_chunk_maxima(raw, n, scratch->maxima, highest, lowest);
+    *usable = fl_usable(*highest, *lowest);
+    fl_masked(raw, n, mask, scratch->copy);
+    fl_chunk_maxima(scratch->copy, n, scratch->maxima, highest, lowest);
+}
+
+/* The row that is chosen from: raw itself, or a copy under its mask and with its adjustments, which differ by `bans`. Its maxima,
+ * highest and lowest are found. *usable: of raw; *banned: there is an adjustment that bans. */
+static const float *fl_adjusted_row(const float *raw, int64_t n, const fl_sampler *s, int64_t r, int bans, fl_scratch *scratch,
+                                    int32_t *highest, int32_t *lowest, int *usable, int *banned) {
+    const int adjusted = s->adjust_start[r] != s->adjust_start[r + 1];
+    *banned = 0;
+    if (s->mask != NULL) {
+        const uint32_t *mask = s->mask + r * ((n + 31) / 32);
+        fl_mask_row(raw, n, mask, s->wide, scratch, highest, lowest, usable);
+    } else {
+        fl_chunk_maxima(raw, n, scratch->maxima, highest, lowest);
+        *usable = fl_usable(*highest, *lowest);
+        if (!adjusted) return raw;
+        memcpy(scratch->copy, raw, (size_t)n * sizeof(float));
+    }
+    if (adjusted) {
+        *banned = fl_adjust(s, r, bans, scratch->copy);
+        fl_chunk_maxima(scratch->copy, n, scratch->maxima, highest, lowest);
+    }
+    return scratch->copy;
+}
+
+static int32_t fl_sample_row(const float *raw, int64_t n, const fl_sampler *s, int64_t r, fl_scratch *scratch) {
+    int32_t highest, lowest;
+    int usable, banned;
+    const float *row = fl_adjusted_row(raw, n, s, r, 1, scratch, &highest, &lowest, &usable, &banned);
+    if (!usable) return -1;
+    if (highest == FL_MINUS_INF && banned) /* nothing survived: the grammar wins over bans */
+        row = fl_adjusted_row(raw, n, s, r, 0, scratch, &highest, &lowest, &usable, &banned);
+    if (!fl_usable(highest, lowest)) return -1;
     if (s->temperature[r] <= FL_MIN_TEMPERATURE || s->top_k[r] == 1) return fl_argmax(row, n, scratch->maxima, highest);
-    const fl_draw draw = {fl_unorder(highest), 1.0f / s->temperature[r], s->u[r], s->top_p[r], fl_least(s->min_p[r])};
+    const fl_draw draw = {fl_unorder(highest), 1.0f / s->temperature[r], s->u[r], s->top_p[r], fl_least(s->min_p[r]), s->wide};
     if (s->top_k[r] <= 0 || s->top_k[r] >= n)
         return fl_draw_row(row, n, scratch->maxima, &draw, scratch->keys, scratch->weights);
-    const int64_t found = fl_largest(row, n, s->top_k[r], scratch->maxima, scratch->keys);
+    /* tokens without weight are never drawn, and under the mask of a grammar they are most */
+    const int64_t found = fl_largest(row, n, s->top_k[r], scratch->maxima, fl_weightless(&draw), scratch->keys);
     return fl_draw_listed(scratch->keys, scratch->weights, found, &draw);
 }
 
@@ -552,7 +604,7 @@ static int fl_logprobs(const float *logits, int64_t rows, int64_t n, int64_t cou
         if (fl_usable(highest, lowest)) {
             largest[r] = fl_unorder(highest);
             sums[r] = fl_partition(row, n, largest[r]);
-            if (count > 0) found = fl_largest(row, n, count, scratch.maxima, scratch.keys);
+            if (count > 0) found = fl_largest(row, n, count, scratch.maxima, INT32_MIN, scratch.keys);
             qsort(scratch.keys, (size_t)found, sizeof(uint64_t), fl_descending);
         } else {
             largest[r] = fl_as_float(0x7fc00000u);

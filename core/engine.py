@@ -319,7 +319,8 @@ class Engine:
             self.on_step(num_tokens, self._step_s)
         if self._inbox:
             self._take_inbox()
-        if not self._keep_states(step, self._scheduler.advance(step)):
+        kept = self._scheduler.advance(step)
+        if kept and not self._keep_states(step, kept):
             return
         self._failures = 0
         for part in step.slices:

@@ -66,6 +66,7 @@ class Executor:
         self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
         self.num_snapshots = limits.num_snapshots
         self._arenas: dict[tuple[str, str, int], Buffer] = {}  # (device, arena, chunk)
+        self._logits = np.zeros((0, 0), np.float32)  # f32 [most rows, V]
         self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
         self._hosted: dict[tuple[str, str], Buffer] = {}
         self._programs: list[Program | None] = []
@@ -84,6 +85,7 @@ class Executor:
             self._stage = np.zeros(max((self._largest(c.value) for s in plan.segments for c in s.copies), default=0), np.uint8)
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
+            self._logits = self._host[self._logits_device]
             self._fields: list[tuple[str, str, bool, np.ndarray | None]] = [(n, rows, n in MAY_LACK, None) for n, rows in STEP_FIELDS.items()]
             self._fields += [(n, STEP_FIELDS[n], n in MAY_LACK, array) for (_, n), array in self._host.items() if n in STEP_FIELDS]
             self._uploads = [(d, n, array) for (d, n), array in self._host.items() if n in STEP_FIELDS and (d, n) not in self._hosted]
@@ -278,9 +280,9 @@ class Executor:
         self._streams[target].synchronize()  # the next copy takes the same staging
 
     def _read_logits(self, dims: StepDims) -> np.ndarray:
-        device, name = self._logits_device
-        logits = self._host[(device, name)][: dims.R]
-        if (device, name) not in self._hosted and dims.R:
+        logits = self._logits[: dims.R]
+        if self._logits_device not in self._hosted and dims.R:
+            device, name = self._logits_device
             place = self.plan.places[(device, name)]
             view = memoryview(logits.reshape(-1).view(np.uint8))
             self.backends[device].download(view, self._buffer(device, place), place.offset, self._streams[device])
@@ -321,6 +323,7 @@ class Executor:
         if self._closed:
             return
         self._closed = True
+        self._logits = np.zeros((0, 0), np.float32)
         with ExitStack() as stack:  # calls the last one first
             stack.callback(self._host.clear)
             for buffer in (*self._hosted.values(), *self._arenas.values()):

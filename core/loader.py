@@ -7,14 +7,16 @@ decoded by blocks of rows, so that the peak stays near the packed size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from . import _kernels
 from .backend import Backend, Buffer, Stream
-from .errors import ModelFileError
+from .errors import EngineError, ModelFileError
 from .planner import Place, Plan
-from .weights import HostTensor, TensorSource, WeightRef, stored_as
+from .quant import FORMATS
+from .weights import HostTensor, PackedLayout, TensorSource, WeightRef, stored_as
 
 __all__ = ["load_weights"]
 
@@ -22,6 +24,8 @@ COPY_BYTES = 8 << 20
 """Bytes of a packed tensor that are copied at a time."""
 DECODE_BYTES = 8 << 20
 """Bytes of f32 that are decoded at a time."""
+PACK_BYTES = 2 << 20
+"""Bytes of the source that are packed at a time."""
 
 Progress = Callable[[int, int, str], None]
 """(bytes done, bytes in all, tensor name)."""
@@ -55,6 +59,7 @@ def load_weights(
         done += place.nbytes
         if progress is not None:
             progress(done, total, name)
+    _kernels.trim()  # the last copies of what was read
 
 
 def _load(
@@ -65,19 +70,40 @@ def _load(
     refs = whole.split(place.shape[0]) if stacked else (whole,)
     step = place.nbytes // len(refs)
     for index, ref in enumerate(refs):
-        tensor, offset = ref.resolve(sources, name, place.shape[1:] if stacked else place.shape), place.offset + index * step
+        shape, offset = place.shape[1:] if stacked else place.shape, place.offset + index * step
         if place.layout is not None:
-            backend.pack_weight(_in_format(tensor, place.layout.format), place.layout, arena, offset)
+            for part, layout in _blocks(ref, place.layout, sources, backend):
+                tensor = part.resolve(sources, name, layout.shape)
+                backend.pack_weight(_in_format(tensor, layout.format), layout, arena, offset)
+                offset += layout.nbytes
         else:
-            _upload_plain(tensor, place.dtype, backend, arena, offset, stream)
+            _upload_plain(ref.resolve(sources, name, shape), place.dtype, backend, arena, offset, stream)
+
+
+def _blocks(
+    ref: WeightRef, layout: PackedLayout, sources: Mapping[str, TensorSource], backend: Backend
+) -> Iterator[tuple[WeightRef, PackedLayout]]:
+    """A matrix to pack, in blocks of rows where the backend takes them: neither the copy of a table of words nor what is left of the caches
+    is larger than it must be. What lies one after another is then what the whole would be."""
+    rows, width = layout.shape
+    unit, source = backend.pack_rows, sources.get(ref.source)
+    whole = unit == 0 or bool(ref.add) or bool(ref.parts) or ref.transpose or source is None or source.packed is not None
+    step = rows if whole else max(unit, PACK_BYTES // FORMATS[ref.format(sources)].nbytes(width) // unit * unit)
+    if step >= rows:
+        yield ref, layout
+        return
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        part = backend.pack_layout((stop - start, width), layout.format, frozenset({"linear"}))
+        if part is None or part.id != layout.id:
+            raise EngineError(f"backend '{backend.name}' packs {layout.id} in blocks of {unit} rows, but has no layout for {stop - start}", fix="report this")
+        yield ref.block(start, stop), part
 
 
 def _in_format(tensor: HostTensor, format: str) -> HostTensor:
     """The tensor as a packed layout takes it: the planner may have chosen a plain form of a format that the backend does not pack."""
     if tensor.format == format:
         return tensor
-    from . import _kernels
-
     values = tensor.decode().reshape(-1)
     data = values if format == "f32" else _kernels.encode(format, values)
     return HostTensor(tensor.name, tensor.shape, format, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
@@ -89,8 +115,6 @@ def _upload_plain(tensor: HostTensor, dtype: str, backend: Backend, arena: Buffe
         backend.upload(arena, offset, memoryview(np.ascontiguousarray(tensor.data)), stream)
         stream.synchronize()  # gathered rows are gone after this
         return
-    from . import _kernels
-
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     row = int(np.prod(tensor.shape, dtype=np.int64)) // max(rows, 1)
     row_bytes = tensor.quant.nbytes(row)

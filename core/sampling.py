@@ -329,6 +329,8 @@ def move_rows(rows: SamplerRows, states: Sequence[SamplerState], masks: Sequence
         u[r] = state.draw()
     if masks is not None and rows.mask is not None:
         for row, mask in zip(rows.mask, masks, strict=True):
+            if mask is not None and mask.shape != row.shape:
+                return False  # `build_rows` says so
             row[:] = ALL if mask is None else mask
     return True
 

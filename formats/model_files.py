@@ -8,7 +8,7 @@ kind is an error that says what to do. No code of a model is ever run, whatever 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +86,15 @@ class ModelFiles:
     def size_bytes(self) -> int:
         """Bytes of all tensors in the files."""
         return sum(t.nbytes for t in self.stored.values())
+
+    def drop_vocabulary(self) -> None:
+        """Forgets the vocabulary, once a tokenizer is made of it: its lists and texts take as much memory as a small model's weights."""
+        if self.tokenizer is not None:
+            self.tokenizer = replace(self.tokenizer, gguf={}, data=None)
+        if isinstance(self.source, GGUFFile):
+            self.source.metadata = {k: v for k, v in self.source.metadata.items() if not k.startswith("tokenizer.")}
+        elif isinstance(self.source, FlmFile):
+            self.source.files.clear()
 
     def check_unchanged(self) -> None:
         """Raises ModelFileError if a mapped file was written to or cut since it was opened; one fstat per file."""

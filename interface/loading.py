@@ -468,6 +468,7 @@ def _typed_memory_errors() -> Iterator[None]:
 @_typed_memory_errors()
 def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptions | None = None) -> LoadedModel:
     """Loads a model. Raises a FastLLMError that names what is wrong; nothing stays allocated then."""
+    from .core import _kernels
     from .core.embedding import EmbeddingRunner
     from .core.engine import Engine
     from .core.executor import Executor
@@ -485,6 +486,8 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
                 who=str(files.path),
                 fix="tokenizer and weights do not belong together; download the model again",
             )
+        files.drop_vocabulary()
+        _kernels.trim()  # what a large vocabulary took for a moment is gone before the weights come
         defaults = _generation_defaults(files)
         files.check_unchanged()
         report: Callable[[int, int, str], None] = lambda done, total, name: options.progress("load", done, total)  # noqa: E731

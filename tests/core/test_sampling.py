@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fastllm.core import _kernels as kernels
 from fastllm.core.errors import InvalidRequest, ShapeError
-from fastllm.core.sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, stream_id
+from fastllm.core.sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, move_rows, stream_id
 
 F = np.float32
 Adjustment = tuple[int, float, float, float]  # token, bias, repeat, sub
@@ -110,7 +110,7 @@ class Batch:
         self.adjustments: list[list[Adjustment]] = [[] for _ in range(self.rows)]
         self.allowed: np.ndarray | None = None
 
-    def sample(self, rows: slice = slice(None)) -> list[int]:
+    def sample(self, rows: slice = slice(None), portable: bool = False) -> list[int]:
         """The kernel's ids of some of the rows, sampled as one batch."""
         entries = [entry for row in self.adjustments[rows] for entry in row]
         start = np.cumsum([0, *(len(row) for row in self.adjustments[rows])]).astype(np.int32)
@@ -125,7 +125,7 @@ class Batch:
             self.logits[rows], u=self.u[rows], temperature=self.temperature[rows], top_k=self.top_k[rows],
             top_p=self.top_p[rows], min_p=self.min_p[rows], adjust_start=start,
             adjust_ids=np.array([entry[0] for entry in entries], np.int32), adjust_bias=columns[:, 0].copy(),
-            adjust_repeat=columns[:, 1].copy(), adjust_sub=columns[:, 2].copy(), mask=mask,
+            adjust_repeat=columns[:, 1].copy(), adjust_sub=columns[:, 2].copy(), mask=mask, portable=portable,
         )  # fmt: skip
         np.testing.assert_array_equal(before.view(np.uint32), self.logits.view(np.uint32))
         return [int(token) for token in ids]
@@ -196,14 +196,14 @@ def random_batch(seed: int, rows: int, vocabulary: int) -> Batch:
 @example(0, 257)
 def test_ids_are_those_of_the_rule(seed: int, vocabulary: int) -> None:
     batch = random_batch(seed, 9, vocabulary)
-    assert batch.sample() == batch.expected()
+    assert batch.sample() == batch.sample(portable=True) == batch.expected()
 
 
 @settings(max_examples=12, derandomize=True, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_ids_are_those_of_the_rule_with_a_large_vocabulary(seed: int) -> None:
     batch = random_batch(seed, 6, 32_000)
-    assert batch.sample() == batch.expected()
+    assert batch.sample() == batch.sample(portable=True) == batch.expected()
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -224,7 +224,9 @@ def test_the_largest_vocabulary_of_real_models_agrees_with_the_rule() -> None:
     batch.top_k[:] = [0, 40, 0, 0, 100_000, 2048]
     batch.top_p[:] = [1, 0.95, 0.95, 1, 0.9, 0.5]
     batch.min_p[:] = [0, 0, 0, 0, 0.001, 0]
-    assert batch.sample() == batch.expected()
+    assert batch.sample() == batch.sample(portable=True) == batch.expected()
+    batch.allowed = rng.random((6, 262_144)) < 0.0001  # as a grammar does: fewer tokens than top_k asks for
+    assert batch.sample() == batch.sample(portable=True) == batch.expected()
 
 
 def test_no_rows_give_no_ids() -> None:
@@ -648,6 +650,26 @@ def test_rows_hold_what_the_kernel_needs() -> None:
         build_rows([first], 40, [np.zeros(1, np.uint32)])
     with pytest.raises(InvalidRequest, match="2 masks for 1 rows"):
         build_rows([first], 40, [mask, mask])
+
+
+def test_masks_of_the_next_step_are_taken_into_the_arrays_of_the_last() -> None:
+    states = [SamplerState(SamplingParams(seed=r), [1], r) for r in range(2)]
+    first, second = np.array([6, 1], np.uint32), np.array([0, 128], np.uint32)
+    rows = build_rows(states, 40, [None, first])
+    kernel, logits = rows.kernel, np.zeros((2, 40), np.float32)
+    for state in states:
+        state.append(3)
+    assert move_rows(rows, states, [second, None])
+    built = build_rows(states, 40, [second, None])
+    assert rows.mask is not None
+    assert built.mask is not None
+    assert (rows.mask.tolist(), rows.u.tolist()) == (built.mask.tolist(), built.u.tolist())
+    assert rows.kernel is kernel
+    assert kernel.choose(logits).tolist() == built.kernel.choose(logits).tolist()
+    assert kernel.choose(logits)[0] == 39
+    assert not move_rows(rows, states)
+    assert not move_rows(rows, states, [np.zeros(1, np.uint32), None])
+    assert not move_rows(build_rows(states, 40), states, [second, None])
 
 
 def test_draws_depend_on_seed_stream_and_position_only() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fastllm.core.errors import ModelFileError
+from fastllm.formats import GGUFFile, open_model
 from fastllm.formats._strings import read_strings
 from fastllm.formats.flm_files import tokenizer_fields
 from fastllm.formats.gguf_pairs import pairs_from, pairs_to_bytes
@@ -78,3 +79,15 @@ def test_strings_outside_of_the_data_are_refused() -> None:
     for pos, end in ((-1, 9), (0, 10), (9, 8)):
         with pytest.raises(ValueError, match="bytes"):
             read_strings(data, pos, end, 1)
+
+
+def test_a_model_whose_tokenizer_is_made_forgets_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(pairs_to_bytes({"general.architecture": "llama", **PAIRS}))
+    with open_model(path) as files:
+        assert files.tokenizer is not None
+        assert files.tokenizer.gguf.keys() == PAIRS.keys()
+        files.drop_vocabulary()
+        assert files.tokenizer.gguf == {}
+        assert isinstance(files.source, GGUFFile)
+        assert files.source.metadata == {"general.architecture": "llama"}

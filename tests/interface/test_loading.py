@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from fastllm import LLM, SamplingParams, loading
+from fastllm.core import loader
 from fastllm.core.errors import FastLLMError, InvalidRequest, OutOfMemory, UsageError
+from fastllm.core.executor import Executor
 from fastllm.loading import LoadOptions, close_all, load_model, plan_model
 
 
@@ -288,3 +290,44 @@ def test_memory_that_is_missing_while_a_model_is_opened_is_an_error_of_ours(tiny
     monkeypatch.setattr(loading, "open_text", fail)
     with pytest.raises(OutOfMemory, match="no memory left"):
         load_model(tiny_model, LoadOptions(backend="ref"))
+
+
+def weights_of(model):
+    """The packed weights as they are in memory, and how many times something was packed."""
+    planned = plan_model(model, LoadOptions(backend="cpu_avx", ctx=64, max_batch_size=1))
+    packed = 0
+    try:
+        backend = planned.backends["cpu_avx"]
+        pack = backend.pack_weight
+
+        def counted(*args):
+            nonlocal packed
+            packed += 1
+            pack(*args)
+
+        backend.pack_weight = counted
+        executor = Executor(planned.plan, planned.definition.weights, planned.files.stored, planned.backends)
+        try:
+            found = {}
+            for key, buffer in executor._arenas.items():
+                if key[1] == "weights":
+                    data = bytearray(buffer.nbytes)
+                    backend.download(memoryview(data), buffer, 0, backend.new_stream())
+                    found[key] = bytes(data)
+            return found, packed
+        finally:
+            executor.close()
+    finally:
+        planned.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "internlm2", "mixtral"])
+@pytest.mark.parametrize("kind", ["gguf", "hf"])
+def test_weights_that_are_packed_in_blocks_of_rows_are_those_packed_whole(family, kind, monkeypatch):
+    folder = Path(__file__).parents[1] / "models" / "fixtures" / family
+    model = folder / "model.gguf" if kind == "gguf" else folder
+    whole, times = weights_of(model)
+    monkeypatch.setattr(loader, "PACK_BYTES", 1)
+    blocks, more = weights_of(model)
+    assert more > times > 0
+    assert blocks == whole
