@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from fastllm.core.errors import FastLLMError
 from fastllm.server import app as server_app
 from fastllm.server.answers import error_body
@@ -193,6 +195,10 @@ class Native:
             await self._completion(scope, receive, send)
         elif method == "GET" and path == "/slots":
             await self._slots(scope, receive, send)
+        elif method == "GET" and path == "/metrics" and self._runtime.settings.metrics:
+            await self._metrics(scope, receive, send)
+        elif method == "POST" and path.endswith("/embeddings"):
+            await self._embeddings(scope, receive, send)
         elif method == "POST" and path in SEEDED:
             await self._seeded(scope, receive, send)
         else:
@@ -259,7 +265,10 @@ class Native:
         if isinstance(prompt, dict):
             if prompt.get("multimodal_data"):
                 raise ValueError("pictures")
-            prompt = prompt["prompt_string"]
+            if "content" in prompt:
+                prompt = "".join(part["text"] for part in prompt["content"])
+            else:
+                prompt = prompt["prompt_string"]
         if isinstance(prompt, str):
             return tokenizer.encode(prompt, add_special=True, parse_special=True)
         ids: list[int] = []
@@ -276,6 +285,51 @@ class Native:
         running = self._runtime.model.engine.stats().running
         found = [{"id": i, "n_ctx": self._setup.n_ctx, "speculative": False, "is_processing": i < running} for i in range(self._setup.n_slots)]
         await send_json(send, 200, found, {})
+
+    async def _embeddings(self, scope: Any, receive: Any, send: Any) -> None:
+        """Inputs of texts, ids and objects in one another, as ids; what ours takes, and what nobody does, goes as it is."""
+        raw = await _read(receive)
+        try:
+            body = json.loads(raw)
+            given = body["input"]
+            mixed = isinstance(given, list) and len({type(part) for part in given}) > 1
+            several = isinstance(given, list) and not any(isinstance(part, int) for part in given)
+            if isinstance(given, dict) or mixed or (several and not all(isinstance(part, str) for part in given)):
+                body["input"] = [self._prompt(part) for part in given] if several else self._prompt(given)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            await self._forward(scope, raw, send, receive)
+            return
+        await self._forward(scope, body, send, receive)
+
+    async def _metrics(self, scope: Any, receive: Any, send: Any) -> None:
+        """Our own numbers under llama.cpp's names; what is asked of drafts and of rates is 0."""
+        messages = await self._collect(scope, b"", receive, "/metrics")
+        found = {m.name: m for m in text_string_to_metric_families(messages[1]["body"].decode())}
+
+        def value(family: str, sample: str = "") -> float:
+            return next(s.value for s in found[f"fastllm_{family}"].samples if s.name == f"fastllm_{sample or family}")
+
+        cached, prefills, decodes = value("prefix_hit_tokens", "prefix_hit_tokens_total"), "prefill_seconds", "decode_seconds"
+        numbers = {
+            "prompt_tokens_total": value("prompt_tokens", "prompt_tokens_total") - cached,
+            "prompt_tokens_cached_total": cached,
+            "prompt_seconds_total": value(prefills, f"{prefills}_sum"),
+            "tokens_predicted_total": value("generated_tokens", "generated_tokens_total"),
+            "tokens_predicted_seconds_total": value(decodes, f"{decodes}_sum"),
+            "n_decode_total": value("step_seconds", "step_seconds_count"),
+            "n_tokens_max": value("request_prompt_tokens", "request_prompt_tokens_sum"),
+            **dict.fromkeys(("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"), 0.0),
+            "requests_processing": value("requests_running"),
+            "requests_deferred": value("requests_waiting"),
+            **dict.fromkeys(("prompt_tokens_seconds", "predicted_tokens_seconds", "n_busy_slots_per_decode"), 0.0),
+        }
+        text = ""
+        for name, number in numbers.items():
+            kind = "counter" if name.endswith("_total") or name == "n_tokens_max" else "gauge"
+            text += f"# HELP llamacpp:{name} As ours.\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {number}\n"
+        headers = [(k, v) for k, v in messages[0]["headers"] if k != b"content-length"] + [(b"Process-Start-Time-Unix", str(int(self._runtime.started_at)).encode())]
+        await send({**messages[0], "headers": headers})
+        await send({"type": "http.response.body", "body": text.encode()})
 
     async def _seeded(self, scope: Any, receive: Any, send: Any) -> None:
         """The seed of the flags; and with --verbose the prompt that the template made."""

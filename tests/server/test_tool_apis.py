@@ -301,7 +301,7 @@ def test_json_of_a_message(claude):
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "tool_use_id"),
-        ({"mcp_servers": []}, "mcp_servers"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
     ],
 )
 def test_what_messages_refuse_is_named(http, change, name):
