@@ -28,7 +28,6 @@ def grammars(llm: LLM) -> dict[str, Callable[[], Any] | None]:
     """Name -> what makes the constraint of an answer."""
     return {
         "free": None,
-        "JSON object": llm.grammars.json_object(),
         "JSON schema": llm.grammars.json_schema(PEOPLE),
         "counted regex": llm.grammars.regex(REGEX),
     }

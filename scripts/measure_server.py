@@ -28,6 +28,9 @@ import psutil
 from fastllm import LLM, SamplingParams
 from fastllm.cli.bench_serve import percentile, run_load
 from fastllm.core.request import Request
+from fastllm.server.runtime import Runtime
+from fastllm.server.serve import open_sockets, serve
+from fastllm.server.settings import ServerSettings
 
 CLIENTS = 8
 WAVES = 2  # requests of each client
@@ -63,15 +66,6 @@ class Server:
         self.process.terminate()
         self.process.wait()
 
-    def loop_cpu_s(self) -> float:
-        """CPU time of the thread with the event loop: HTTP, text and streaming."""
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/schedstat") as file:
-            return int(file.read().split()[0]) / 1e9
-
-    def prepare_cpu_s(self) -> float:
-        """CPU time of the processes that read bodies."""
-        return sum(sum(child.cpu_times()[:2]) for child in psutil.Process(self.process.pid).children())
-
     def post(self, body: bytes) -> int:
         """The status of a completion."""
         request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -106,6 +100,9 @@ def meanwhile(server: Server, work: Any) -> list[float]:
 
 def main() -> None:
     """Measures and prints."""
+    if sys.argv[1:2] == ["--clients"]:
+        clients(*sys.argv[2:])
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -121,25 +118,75 @@ def main() -> None:
         latency(asked)
 
 
+class Hosted:
+    """A server in a thread of this process, around an engine that is asked directly, too: the same weights in the same memory in both cases."""
+
+    def __init__(self, llm: LLM):
+        self.sockets, self._up = open_sockets(("127.0.0.1",), 0, None), threading.Event()
+        self.url = f"http://127.0.0.1:{self.sockets[0].getsockname()[1]}"
+        self.thread = threading.Thread(target=self._run, args=(llm,))
+        self.thread.start()
+        self._up.wait()
+
+    def _run(self, llm: LLM) -> None:
+        async def run() -> None:
+            self.loop = asyncio.get_running_loop()
+            await serve(ServerSettings(), self.sockets, lambda: llm.loaded, ready=self._ready, signals=False)
+
+        self.tid = threading.get_native_id()
+        asyncio.run(run())
+
+    def _ready(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._up.set()
+
+    def loop_cpu_s(self) -> float:
+        """CPU time of the thread with the event loop: HTTP, text and streaming."""
+        with open(f"/proc/self/task/{self.tid}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
+
+    def prepare_cpu_s(self) -> float:
+        """CPU time of the processes that read bodies."""
+        return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children() if child.pid in self.runtime.pool.pids)  # type: ignore[union-attr]
+
+    def load(self, number: int, size_in: int, size_out: int) -> dict[str, float]:
+        """Eight clients in a process of their own: tokens, tokens/s, and the same while answers are written."""
+        words = [str(word) for word in (self.url, number, size_in, size_out)]
+        done = subprocess.run([sys.executable, __file__, "--clients", *words], stdout=subprocess.PIPE, check=True)
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
+
+    def end(self) -> None:
+        """Stops it."""
+        self.loop.call_soon_threadsafe(self.runtime.stop)
+        self.thread.join()
+
+
+def clients(url: str, number: str, size_in: str, size_out: str) -> None:
+    """The other end of `Hosted.load`."""
+    load = run_load(url, requests=WAVES * CLIENTS, clients=CLIENTS, seed=int(number), input_tokens=int(size_in), output_tokens=int(size_out))
+    samples, seconds = asyncio.run(load)
+    tokens = sum(s.tokens for s in samples)
+    decode = decode_rate((s.tokens, s.total_s - s.ttft_s) for s in samples)
+    print(json.dumps({"tokens": tokens, "rate": tokens / seconds, "decode": decode, "seconds": seconds}))
+
+
 def throughput(asked: argparse.Namespace) -> None:
-    """The server at eight clients beside the engine alone, in turns."""
-    size = {"input_tokens": asked.input, "output_tokens": asked.output}
+    """The server at eight clients beside its own engine alone, in turns."""
     rows: list[list[float]] = []  # of a round: tokens/s alone, of the server, the same of decoding, CPU of the loop and of preparation in µs a token, in parts of the machine
-    server = Server(asked.model, asked.threads)
-    try:
-        with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
+    with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
+        server = Hosted(llm)
+        try:
             for number in range(asked.rounds + 1):
                 alone, alone_decode = alone_once(llm, number, asked.input, asked.output)
                 before = server.loop_cpu_s(), server.prepare_cpu_s()
-                samples, seconds = asyncio.run(run_load(server.url, requests=WAVES * CLIENTS, clients=CLIENTS, seed=number, **size))
+                found = server.load(number, asked.input, asked.output)
                 loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
-                tokens = sum(s.tokens for s in samples)
-                decode = decode_rate((s.tokens, s.total_s - s.ttft_s) for s in samples)
                 if number:  # the first warms up
-                    shares = [loop_s / tokens * 1e6, prepare_s / tokens * 1e6, loop_s / seconds / len(os.sched_getaffinity(0))]
-                    rows.append([alone, tokens / seconds, alone_decode, decode, *shares])
-    finally:
-        server.end()
+                    shares = [loop_s / found["tokens"] * 1e6, prepare_s / found["tokens"] * 1e6, loop_s / found["seconds"] / len(os.sched_getaffinity(0))]
+                    rows.append([alone, found["rate"], alone_decode, found["decode"], *shares])
+        finally:
+            server.end()
     whole, served, decode_alone, decode, loop_us, prepare_us, share = (list(column) for column in zip(*rows, strict=True))
     print(f"{asked.model}, {CLIENTS} at a time, prompts of {asked.input}, answers of {asked.output} tokens; {asked.rounds} pairs in turns")
     print(f"while answers are written: engine alone {spread(decode_alone)} tokens/s, server {spread(decode)}, {ratio(decode, decode_alone)}")
