@@ -3,7 +3,7 @@ PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in one sentence.
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
+NATIVE := $(wildcard core/*.pyx core/*.h core/*.pxd formats/*.pyx) $(shell find backends -name '*.pyx' -o -name '*.pxi' -o -name '*.c' -o -name '*.h')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: install run chat test external lint conformance docs bench web wheel clean

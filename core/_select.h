@@ -332,6 +332,11 @@ FL_CLONES static void fl_add_masses(const uint64_t *weights, const int32_t *buck
     mass[head] += rest;
 }
 
+/* Whether a token of this order is in a bucket before head. */
+FL_INLINE int fl_is_close(int32_t order, const fl_draw *draw, int head) {
+    return (fl_unorder(order) - draw->top) * draw->inverse * -32.0f < (float)head;
+}
+
 /* mass[b] = weights (those not below least) of the tokens in bucket b < head; mass[head] = of all others. */
 static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const fl_draw *draw, uint64_t least, int head,
                       uint64_t *mass) {
@@ -343,10 +348,12 @@ static void fl_masses(const float *row, int64_t n, const int32_t *maxima, const 
     for (int64_t c = 0; c < fl_chunks(n); c++) {
         if (maxima[c] < weightless) continue;
 #ifdef FL_HAVE_512
-        int64_t end = c; /* of a run of whole chunks */
-        while (draw->wide && end < n / FL_CHUNK && maxima[end] >= weightless) end++;
+        int64_t end = c; /* of a run of whole chunks, all with tokens in buckets before head or all without */
+        const int close = fl_is_close(maxima[c], draw, head);
+        while (draw->wide && end < n / FL_CHUNK && maxima[end] >= weightless && fl_is_close(maxima[end], draw, head) == close)
+            end++;
         if (end > c) {
-            fl_masses_512(row + c * FL_CHUNK, (end - c) * FL_CHUNK, draw->top, draw->inverse, least, head, mass);
+            fl_masses_512(row + c * FL_CHUNK, (end - c) * FL_CHUNK, draw->top, draw->inverse, least, head, close, mass);
             c = end - 1;
             continue;
         }

@@ -42,23 +42,27 @@ FL_512 static inline __m512 fl_exp_512(__m512 t) {
     return _mm512_mul_ps(p, _mm512_castsi512_ps(scale));
 }
 
-/* The tokens of `near` (a bit each) to their buckets; y: -32 t. */
-FL_512 static inline void fl_scatter_512(uint32_t near, __m512 y, __m512i low, __m512i high, uint64_t *mass) {
-    int32_t buckets[16];
-    uint64_t weights[16];
-    _mm512_storeu_si512(buckets, _mm512_cvttps_epi32(y));
-    _mm512_storeu_si512(weights, low);
-    _mm512_storeu_si512(weights + 8, high);
-    for (; near != 0; near &= near - 1) {
-        const int i = __builtin_ctz(near);
-        mass[buckets[i]] += weights[i];
-    }
+/* Tokens whose buckets are counted singly, collected without branches that nobody could foresee. */
+#define FL_PART_512 1024
+typedef struct {
+    int32_t buckets[FL_PART_512 + 16];
+    uint64_t weights[FL_PART_512 + 16];
+    int count;
+} fl_singles;
+
+/* Adds the tokens of `near` (a bit each); y: -32 t; low, high: their weights. */
+FL_512 static inline void fl_collect_512(fl_singles *singles, __mmask16 near, __m512 y, __m512i low, __m512i high) {
+    uint64_t *weights = singles->weights + singles->count;
+    _mm512_storeu_si512(singles->buckets + singles->count, _mm512_maskz_compress_epi32(near, _mm512_cvttps_epi32(y)));
+    _mm512_storeu_si512(weights, _mm512_maskz_compress_epi64((__mmask8)near, low));
+    _mm512_storeu_si512(weights + __builtin_popcount(near & 255), _mm512_maskz_compress_epi64((__mmask8)(near >> 8), high));
+    singles->count += __builtin_popcount(near);
 }
 
-/* Adds the weights (those not below least) of the n tokens x (n a multiple of 16): singly to buckets before `head`, the others to
- * mass[head]. */
-FL_512 static void fl_masses_512(const float *x, int64_t n, float top, float inverse, uint64_t least, int head,
-                                 uint64_t *mass) {
+/* fl_masses_512 of at most FL_PART_512 tokens, without what goes singly: `filter`: some weights may be below least; `close`: some tokens
+ * may be in buckets before `head`. Returns the sum of the others in eight lanes. */
+FL_512 FL_INLINE __m512i fl_part_512(const float *x, int64_t n, float top, float inverse, uint64_t least, int head, int filter,
+                                     int close, fl_singles *singles) {
     const __m512i smallest = _mm512_set1_epi64((int64_t)least);
     const __m512 ends = _mm512_set1_ps((float)head), one = _mm512_set1_ps(0x1p+40f);
     __m512i rest = _mm512_setzero_si512();
@@ -67,16 +71,39 @@ FL_512 static void fl_masses_512(const float *x, int64_t n, float top, float inv
         const __m512 weight = _mm512_mul_ps(fl_exp_512(t), one);
         __m512i low = _mm512_cvtps_epi64(_mm512_castps512_ps256(weight));
         __m512i high = _mm512_cvtps_epi64(_mm512_extractf32x8_ps(weight, 1));
-        low = _mm512_maskz_mov_epi64(_mm512_cmpge_epu64_mask(low, smallest), low);
-        high = _mm512_maskz_mov_epi64(_mm512_cmpge_epu64_mask(high, smallest), high);
-        const __m512 y = _mm512_mul_ps(t, _mm512_set1_ps(-32.0f));
-        const uint32_t near = _mm512_cmp_ps_mask(y, ends, _CMP_LT_OQ);
-        if (near != 0) {
-            fl_scatter_512(near, y, low, high, mass);
+        if (filter) {
+            low = _mm512_maskz_mov_epi64(_mm512_cmpge_epu64_mask(low, smallest), low);
+            high = _mm512_maskz_mov_epi64(_mm512_cmpge_epu64_mask(high, smallest), high);
+        }
+        if (close) {
+            const __m512 y = _mm512_mul_ps(t, _mm512_set1_ps(-32.0f));
+            const __mmask16 near = _mm512_cmp_ps_mask(y, ends, _CMP_LT_OQ);
+            fl_collect_512(singles, near, y, low, high);
             low = _mm512_maskz_mov_epi64((__mmask8)~near, low);
-            high = _mm512_maskz_mov_epi64((__mmask8) ~(near >> 8), high);
+            high = _mm512_maskz_mov_epi64((__mmask8)(~near >> 8), high);
         }
         rest = _mm512_add_epi64(rest, _mm512_add_epi64(low, high));
+    }
+    return rest;
+}
+
+/* Adds the weights (those not below least) of the n tokens x (n a multiple of 16): singly to buckets before `head`, the others to
+ * mass[head]. close: some may be in buckets before `head`. */
+FL_512 static void fl_masses_512(const float *x, int64_t n, float top, float inverse, uint64_t least, int head, int close,
+                                 uint64_t *mass) {
+    __m512i rest = _mm512_setzero_si512();
+    fl_singles singles;
+    for (int64_t first = 0; first < n; first += FL_PART_512) {
+        const int64_t count = n - first < FL_PART_512 ? n - first : FL_PART_512;
+        singles.count = 0;
+        if (least > 0) {
+            rest = _mm512_add_epi64(rest, fl_part_512(x + first, count, top, inverse, least, head, 1, 1, &singles));
+        } else if (close) {
+            rest = _mm512_add_epi64(rest, fl_part_512(x + first, count, top, inverse, 0, head, 0, 1, &singles));
+        } else {
+            rest = _mm512_add_epi64(rest, fl_part_512(x + first, count, top, inverse, 0, head, 0, 0, &singles));
+        }
+        for (int i = 0; i < singles.count; i++) mass[singles.buckets[i]] += singles.weights[i];
     }
     mass[head] += (uint64_t)_mm512_reduce_add_epi64(rest);
 }
