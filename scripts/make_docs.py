@@ -184,7 +184,7 @@ def old_flags() -> str:
             what = f"same{f'; {row.text}' if row.text else ''}"
         elif row.kind == "new":
             form = f" {row.form.format('N')}" if row.form != "{}" else ""
-            words = ", ".join(f"{old} is {new}" for old, new in row.values.items() if new)
+            words = ", ".join(f"{old} is {new}" for old, new in row.values.items() if new and old not in ("1", "0", "yes", "no", "enable", "disable"))
             what = f"`{row.text}{form}`{f' ({words})' if words else ''}"
         else:
             what = f"{'no effect' if row.kind == 'note' else f'refused with exit code {row.exit_code}'}: {row.text}"

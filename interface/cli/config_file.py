@@ -21,6 +21,8 @@ __all__ = ["apply_config", "is_config"]
 MAX_BYTES = 1 << 20
 UNSET = (-1, 0, "", "auto", "off", "OFF", False, None)
 """Values with which a configuration of ftllm says that nothing is set."""
+DEFAULTS = {"cuda_shared_expert": "true", "gpu_mem_ratio": 0.9, "enable_amx": "false", "think": "false"}
+"""Values that its `config` command writes for what nobody chose."""
 NUMA, NUMA_THREADS = "FASTLLM_ACTIVATE_NUMA", "FASTLLM_NUMA_THREADS"
 """Keys of ftllm's configuration that are no flags."""
 
@@ -59,7 +61,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
     names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in OWN_KEYS}
     found: dict[str, Any] = {}
     for key, value in data.items():
-        if old and (key == NUMA_THREADS or value in UNSET):
+        if old and (key == NUMA_THREADS or value in UNSET or DEFAULTS.get(key) == value):
             continue
         if old and key == NUMA:
             notes.append(f"{path.name}: '{key}' has no effect: backends place their threads themselves")

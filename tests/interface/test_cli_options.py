@@ -244,10 +244,14 @@ def test_a_file_of_options_may_stand_in_the_place_of_the_model(run, answer, tiny
 
 def test_a_configuration_of_ftllm_is_a_model(run, answer, tiny_model, tmp_path):
     path = tmp_path / "config.json"
-    defaults = {"threads": -1, "dtype": "auto", "kv_cache_limit": "auto", "moe_device": "", "mtp": 0, "triton": False, "enable_amx": "false", "FASTLLM_ACTIVATE_NUMA": "OFF", "FASTLLM_NUMA_THREADS": 27}
+    defaults = dict.fromkeys("threads max_batch chunked_prefill_size moe_device_layers moe_experts tokens page_size prefix_cache_snapshot_max_records".split(), -1)
+    defaults |= dict.fromkeys("moe_dtype moe_atype device tp moe_device cache_history cache_fast enable_thinking prefix_cache custom lora cache_dir dtype_config ori chat_template".split(), "")
+    defaults |= dict.fromkeys("dtype atype kv_cache_dtype kv_cache_limit tool_call_parser".split(), "auto")
+    defaults |= {"cuda_embedding": False, "cuda_shared_expert": "true", "gpu_mem_ratio": 0.9, "cuda_slab": 0, "mtp": 0, "triton": False, "enable_amx": "false", "FASTLLM_ACTIVATE_NUMA": "OFF", "FASTLLM_NUMA_THREADS": 27}
     path.write_text(json.dumps({"model": str(tiny_model), **defaults, "max_context_length": 32, "cache_history": "true"}))
     done = run("run", path, "--prompt", "hello", *GREEDY)
     assert json.loads(done.out)["output_ids"] == answer()["output_ids"]
+    assert "no effect" not in done.err
     assert "context of 32" in run("run", path, "--prompt", "x" * 60, "--backend", "ref").err
     path.write_text(json.dumps({"model": str(tiny_model), "tp": "0,1"}))
     assert run("run", path, "--prompt", "x").code == 5
