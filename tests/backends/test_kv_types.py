@@ -108,6 +108,24 @@ def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dt
 
 
 @pytest.mark.parametrize("variant", USABLE)
+@pytest.mark.parametrize("scale", [0.25, 0.0, 1e-45])
+def test_a_row_whose_steps_are_whole_alone_has_the_same_bits_beside_one_that_sees_less(variant, scale):
+    """The kernel takes a shorter way through steps that all of its rows see: also where every score is −inf, or becomes NaN when scaled."""
+    rng = np.random.default_rng(3)
+    keys, values = (rng.standard_normal((300, HEADS, 32)).astype(np.float32) for _ in range(2))
+    keys[:64, 0, 0] = 60000  # with −3e38 below: scores of −inf; times a scale of 0, NaN
+    queries = rng.standard_normal((40, 2 * HEADS, 32)).astype(np.float32)
+    queries[::3, 0, 0] = -3e38
+    positions = [*range(20), *range(120, 130), *range(290, 300)]
+    with CpuBackend(threads=1, isa=variant) as backend:
+        cache = Cache(backend, "f16", keys, values)
+        together = cache.attend(queries, positions, scale=scale)
+        alone = np.concatenate([cache.attend(queries[i : i + 1], [p], scale=scale) for i, p in enumerate(positions)])
+    assert np.isfinite(together).any()
+    np.testing.assert_array_equal(together.view(np.uint32), alone.view(np.uint32))
+
+
+@pytest.mark.parametrize("variant", USABLE)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (136, 200)])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_cpu_avx_agrees_with_ref_over_what_it_stores(dtype, key_dim, value_dim, variant):
