@@ -40,7 +40,7 @@ FAULTS = {
         ["short_conv/f32/gap/l5_3-c33-k3/gap#bound"], "bound",
     ),
     "state_that_has_not_faded": (
-        "kernels/recurrent.c", "wide_value(sums[j]) * decay) * share;", "wide_value(sums[j])) * share;",
+        "kernels/recurrent.c", "(wide_value(even[j]) + wide_value(odd[j])) * decay) * share;", "(wide_value(even[j]) + wide_value(odd[j]))) * share;",
         ["delta_rule/f32/row/l17-j1-h2-d16_16/forgets#bound"], "bound",
     ),
     # no instruction waits for the one before it, and thread 1 begins only when thread 0 is through: the race is lost with certainty

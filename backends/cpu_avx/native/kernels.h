@@ -84,7 +84,7 @@ typedef struct {
 } fl_route;
 
 /* Recurrent state: slots of one op, that of sequence s at state + state_slot[s] · slot_bytes (kernels/recurrent.c). */
-enum { FL_CONV_CHANNELS = 64, FL_CONV_TAPS = 64, FL_DELTA_COLUMNS = 64 };
+enum { FL_CONV_CHANNELS = 64, FL_CONV_TAPS = 64, FL_DELTA_COLUMNS = 32 };
 typedef struct {
     fl_view x, weight, out; /* [T][C], [C][L], [T][C] */
     char *state;            /* slots of [L - 1][C] */

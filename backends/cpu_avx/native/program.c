@@ -325,7 +325,7 @@ static void execute(const fl_program *p, fl_instruction *ins, int thread, int th
         fl_short_conv_run(p, ins, thread, threads);
         break;
     case FL_OP_DELTA_RULE:
-        fl_delta_rule_run(p, ins, scratch);
+        fl_delta_rule_run(p, ins, threads, scratch);
         break;
     default:
         break;

@@ -25,8 +25,9 @@ void fl_short_conv_run(const fl_program *p, const fl_instruction *ins, int threa
     }
 }
 
-/* Units are taken one by one: sequences differ in length. */
-void fl_delta_rule_run(const fl_program *p, fl_instruction *ins, void *scratch) {
+/* Units are taken one by one: sequences differ in length. A unit is a head, all its columns, so that no two threads work on neighbouring
+ * memory; or some columns, where there are few heads. */
+void fl_delta_rule_run(const fl_program *p, fl_instruction *ins, int threads, void *scratch) {
     const fl_delta d = {.query = ins->v[0],
                         .key = ins->v[1],
                         .value = ins->v[2],
@@ -41,10 +42,11 @@ void fl_delta_rule_run(const fl_program *p, fl_instruction *ins, void *scratch) 
                         .a_log = address(ins->i[5]),
                         .dt_bias = address(ins->i[6]),
                         .eps = ins->f[0]};
-    const int64_t heads = d.value.d1, parts = (d.value.d2 + FL_DELTA_COLUMNS - 1) / FL_DELTA_COLUMNS,
-                  count = p->S * heads * parts;
+    const int64_t heads = d.value.d1, parts = (d.value.d2 + FL_DELTA_COLUMNS - 1) / FL_DELTA_COLUMNS;
+    const int64_t together = p->S * heads >= 4 * threads ? parts : 1, count = p->S * heads * parts / together;
     for (int64_t unit; (unit = atomic_fetch_add_explicit(&ins->next, 1, memory_order_relaxed)) < count;) {
-        const int64_t part = unit % parts, head = unit / parts % heads, sequence = unit / parts / heads;
-        p->kernels->delta_rule(&d, sequence, (int32_t)head, (int32_t)(part * FL_DELTA_COLUMNS), scratch);
+        const int64_t first = unit * together, head = first / parts % heads, sequence = first / parts / heads;
+        for (int64_t part = first % parts; part < first % parts + together; part++)
+            p->kernels->delta_rule(&d, sequence, (int32_t)head, (int32_t)(part * FL_DELTA_COLUMNS), scratch);
     }
 }

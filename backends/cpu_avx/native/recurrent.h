@@ -6,6 +6,6 @@
 /* Bytes that one thread needs for a delta_rule of keys of that width. */
 int64_t fl_delta_scratch(int32_t key_dim);
 void fl_short_conv_run(const fl_program *p, const fl_instruction *ins, int thread, int threads);
-void fl_delta_rule_run(const fl_program *p, fl_instruction *ins, void *scratch);
+void fl_delta_rule_run(const fl_program *p, fl_instruction *ins, int threads, void *scratch);
 
 #endif

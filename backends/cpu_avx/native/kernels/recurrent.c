@@ -12,7 +12,7 @@
  *
  *                A decode step is bound by reading and writing the state, a prompt by the two passes over L1.
  *
- * Sums are lane by lane in ascending order of i, one fused multiply-add a term; so neither the number of lanes nor the share of a
+ * Sums are lane by lane in ascending order of i, those of even and of odd i apart, one fused multiply-add a term; so neither the number of lanes nor the share of a
  * thread changes a bit, and all variants give the same ones. A row of position 0 does not read the slot.
  */
 #include "ops.h"
@@ -40,6 +40,15 @@ void FL_NAME(fl_short_conv)(const fl_conv *a, int32_t c0, int32_t c1) {
         const int fresh = a->positions[first] == 0;
         for (int64_t t = 0; t < rows; t++) {
             float *y = (float *)a->out.p + (first + t) * a->out.s0 + c0;
+            if (t >= L - 1 && n == FL_CONV_CHANNELS) { /* most rows of a prompt: all inputs are rows of this step */
+                const float *x = (const float *)a->x.p + (first + t - (L - 1)) * a->x.s0 + c0;
+                for (int v = 0; v < VECTORS; v++) {
+                    f32x8 sum = set8(0.0f);
+                    for (int32_t l = 0; l < L; l++) sum = sum + load8(turned[l] + 8 * v) * load8(x + l * a->x.s0 + 8 * v);
+                    store8(y + 8 * v, sum);
+                }
+                continue;
+            }
             for (int v = 0; v < VECTORS && 8 * v < n; v++) {
                 const int some = n - 8 * v;
                 f32x8 sum = set8(0.0f);
@@ -77,27 +86,41 @@ static void normalise(const float *x, int32_t n, float eps, double factor, float
 
 static double softplus(double x) { return x > 30.0 ? x : log1p(exp(x)); } /* what is left out is below 1e-13 */
 
+/* S[i] = decay · S[i] + k · change; adds q · S[i] to a sum. */
+FL_INLINE wide_sum delta_step(wide_sum sum, float *at, float k, float q, float decay, wide change) {
+    const wide s = wide_value(wide_fma(wide_sum_of(wide_f32(at) * decay), k, change));
+    wide_store(at, s);
+    return wide_fma(sum, q, s);
+}
+
 /* One row on the columns in S [Dk][FL_DELTA_COLUMNS]; value, out: [FL_DELTA_COLUMNS]. */
 FL_INLINE void delta_row(float *S, int32_t Dk, const float *q, const float *k, float decay, float share, const float *value,
                          float *out) {
-    wide_sum sums[COLUMNS];
+    wide_sum even[COLUMNS], odd[COLUMNS];
     wide change[COLUMNS];
-    for (int j = 0; j < COLUMNS; j++) sums[j] = wide_sum_of((wide){0});
-    for (int32_t i = 0; i < Dk; i++)
-        for (int j = 0; j < COLUMNS; j++)
-            sums[j] = wide_fma(sums[j], k[i], wide_f32(S + (int64_t)i * FL_DELTA_COLUMNS + j * FL_WIDE));
+    for (int j = 0; j < COLUMNS; j++) even[j] = odd[j] = wide_sum_of((wide){0});
+    int32_t i = 0;
+    for (; i + 2 <= Dk; i += 2)
+        for (int j = 0; j < COLUMNS; j++) {
+            const float *at = S + (int64_t)i * FL_DELTA_COLUMNS + j * FL_WIDE;
+            even[j] = wide_fma(even[j], k[i], wide_f32(at));
+            odd[j] = wide_fma(odd[j], k[i + 1], wide_f32(at + FL_DELTA_COLUMNS));
+        }
+    for (int j = 0; i < Dk && j < COLUMNS; j++)
+        even[j] = wide_fma(even[j], k[i], wide_f32(S + (int64_t)i * FL_DELTA_COLUMNS + j * FL_WIDE));
     for (int j = 0; j < COLUMNS; j++) {
-        change[j] = (wide_f32(value + j * FL_WIDE) - wide_value(sums[j]) * decay) * share;
-        sums[j] = wide_sum_of((wide){0});
+        change[j] = (wide_f32(value + j * FL_WIDE) - (wide_value(even[j]) + wide_value(odd[j])) * decay) * share;
+        even[j] = odd[j] = wide_sum_of((wide){0});
     }
-    for (int32_t i = 0; i < Dk; i++)
+    for (i = 0; i + 2 <= Dk; i += 2)
         for (int j = 0; j < COLUMNS; j++) {
             float *at = S + (int64_t)i * FL_DELTA_COLUMNS + j * FL_WIDE;
-            const wide s = wide_value(wide_fma(wide_sum_of(wide_f32(at) * decay), k[i], change[j]));
-            wide_store(at, s);
-            sums[j] = wide_fma(sums[j], q[i], s);
+            even[j] = delta_step(even[j], at, k[i], q[i], decay, change[j]);
+            odd[j] = delta_step(odd[j], at + FL_DELTA_COLUMNS, k[i + 1], q[i + 1], decay, change[j]);
         }
-    for (int j = 0; j < COLUMNS; j++) wide_store(out + j * FL_WIDE, wide_value(sums[j]));
+    for (int j = 0; i < Dk && j < COLUMNS; j++)
+        even[j] = delta_step(even[j], S + (int64_t)i * FL_DELTA_COLUMNS + j * FL_WIDE, k[i], q[i], decay, change[j]);
+    for (int j = 0; j < COLUMNS; j++) wide_store(out + j * FL_WIDE, wide_value(even[j]) + wide_value(odd[j]));
 }
 
 void FL_NAME(fl_delta_rule)(const fl_delta *d, int64_t sequence, int32_t head, int32_t column, void *scratch) {
