@@ -362,3 +362,14 @@ def test_a_broken_backend_is_a_line_of_the_list_and_3_when_shown(run, tmp_path):
     assert "driver" in line
     assert "\x1b" not in listed.out
     assert run("backends", "show", "partial", "--plugin", plugin).code == 3
+
+
+def test_plan_shows_recurrent_state_and_its_snapshots_apart(run, recurrent_model, tiny_model):
+    facts = json.loads(run("plan", recurrent_model, "--backend", "ref", "--no-measure", "--json").out)
+    slots = facts["sequences"] + facts["state_snapshots"]
+    assert facts["state_snapshots"] == 64
+    assert facts["state_bytes"] == slots * 4 * (3 * 80 + 4 * 8 * 12)
+    assert facts["total_bytes"] == sum(facts[f"{part}_bytes"] for part in ("weights", "cache", "state", "activations"))
+    line = f"recurrent state        {facts['state_bytes'] / (1 << 20):.1f} MiB, for {facts['sequences']} sequences and 64 snapshots"
+    assert line in run("plan", recurrent_model, "--backend", "ref", "--no-measure").out
+    assert "recurrent" not in run("plan", tiny_model, "--backend", "ref", "--no-measure").out
