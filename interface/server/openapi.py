@@ -37,6 +37,7 @@ _STATUSES: Final = {
     "408": "The body stopped coming.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
+    "429": "The key is above its limit.",
     "500": "The server failed on this request.",
     "501": "The route is switched off.",
     "503": "Loading, shutting down, or full; `Retry-After` says when to come again.",
