@@ -165,8 +165,8 @@ def test_a_client_that_does_not_read_is_paused_and_then_cut(start, wait_until):
     text = alone(server, wanted)
     try:
         slow = send(server, body)
-        wait_until(lambda: any(o.paused_at is not None for _, o in server.runtime.active))
-        unsent = max(o.unsent for _, o in server.runtime.active)
+        wait_until(lambda: any(o is not None and o.paused_at is not None for _, o in server.runtime.active))
+        unsent = max(o.unsent for _, o in server.runtime.active if o is not None)
         assert unsent < (256 << 10) + (64 << 10)
         assert alone(server, wanted) == text  # its place is free
         wait_until(lambda: idle(server))
@@ -181,7 +181,7 @@ def test_a_client_that_reads_late_gets_the_very_same(start, wait_until):
     try:
         fast = server.client.post("/v1/completions", json=body).text
         slow = send(server, body)
-        wait_until(lambda: any(o.paused_at is not None for _, o in server.runtime.active))
+        wait_until(lambda: any(o is not None and o.paused_at is not None for _, o in server.runtime.active))
         raw = b""
         while not raw.endswith(b"0\r\n\r\n"):
             raw += slow.recv(1 << 20)
