@@ -1,8 +1,8 @@
 """Models to measure with: random weights in real shapes, larger than any cache, quantised by the peer's own tools.
 
 A model's name is SHAPE-TYPE, for example `llama1b-q4_0` or `moe64-q4_k_m`; `llama1b-hf` is a Hugging Face folder in bf16. Models are made on
-request, once, in the scratch folder (`cache_folder`), by `workers/make_model.py` in llama.cpp's environment. Anything else is taken as a path, or
-as a name that `fastllm` knows (`smollm2`, `gemma3-270m`).
+request, once, in the scratch folder (`cache_folder`), by `workers/make_model.py` in llama.cpp's environment; types that only we have (`FLM_TYPES`) by
+`fastllm convert`, so that a measurement loads them packed. Anything else is taken as a path, or as a name that `fastllm` knows (`smollm2`, `gemma3-270m`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from .environments import WORKERS, cache_folder, environment
 
-__all__ = ["SHAPES", "TYPES", "model_path"]
+__all__ = ["FLM_TYPES", "SHAPES", "TYPES", "model_path"]
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama1b": {  # Llama-3.2-1B
@@ -74,18 +75,19 @@ SHAPES: dict[str, dict[str, int]] = {
 """Shapes, named after the model they are taken from."""
 
 TYPES = ("q4_0", "q4_1", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "bf16", "hf")
+FLM_TYPES = ("int4g128", "int8")
 
 
 def model_path(name: str) -> Path:
     """Where the model is, made now if it is one of ours and missing. Raises what fastllm raises for an unknown name, RuntimeError if
     the tool that makes it fails."""
     shape, _, kind = name.partition("-")
-    if shape not in SHAPES or kind not in TYPES:
+    if shape not in SHAPES or kind not in (*TYPES, *FLM_TYPES):
         from fastllm.formats.sources import resolve
 
         return resolve(name)
     folder = cache_folder() / "models"
-    path = folder / (name if kind == "hf" else f"{name}.gguf")
+    path = folder / (name if kind == "hf" else f"{name}.{'flm' if kind in FLM_TYPES else 'gguf'}")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         if kind not in ("bf16", "hf"):
@@ -98,9 +100,15 @@ def model_path(name: str) -> Path:
 
 
 def _make(shape: str, kind: str, path: Path) -> None:
-    description = path.parent / f"{path.stem}.shape.json"
-    description.write_text(json.dumps({"name": shape, "type": kind, **SHAPES[shape]}))
-    command = [environment("llama.cpp").python, WORKERS / "make_model.py", description, path]
+    if kind in FLM_TYPES:  # minmax: the weights are random, a search for their best scales would take minutes for nothing
+        source, part = path.with_name(f"{shape}-bf16.gguf"), path.with_suffix(".part.flm")
+        command = [sys.executable, "-m", "fastllm", "convert", source, "-o", part, "--dtype", kind, "--method", "minmax", "--offline", "--overwrite", "-q"]
+    else:
+        description, part = path.parent / f"{path.stem}.shape.json", path
+        description.write_text(json.dumps({"name": shape, "type": kind, **SHAPES[shape]}))
+        command = [environment("llama.cpp").python, WORKERS / "make_model.py", description, path]
     done = subprocess.run([os.fspath(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{path.name} could not be made: {done.stderr.strip()[-500:] or f'exit code {done.returncode}'}")
+    if part != path:
+        part.rename(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,12 @@ class Target:
     bound: float
     of: str = "ratio"
     at_most: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
     engine: str = "fastllm"
     other: tuple[str, str, str, dict[str, Any]] | None = None
 
 
-def _decode(model: str, bound: float, **options: Any) -> Target:
-    name = f"{model}{''.join(f' as {v}' for v in options.values())}"
-    return Target(f"decode of {name}, of the read limit", ("engine", model, "decode", {"context": 0}), bound, options=options)
+def _decode(model: str, bound: float) -> Target:
+    return Target(f"decode of {model}, of the read limit", ("engine", model, "decode", {"context": 0}), bound)
 
 
 def _beats(model: str, cell: str, params: dict[str, Any], bound: float, engine: str = "llama.cpp") -> Target:
@@ -109,25 +107,22 @@ def _beats(model: str, cell: str, params: dict[str, Any], bound: float, engine: 
     return Target(f"{cell} ({shown}) of {model} over {engine}", ("peers", model, cell, params), bound, engine=engine)
 
 
-def _prefill(model: str, tokens: int, bound: float, **options: Any) -> Target:
-    name = f"{model}{''.join(f' as {v}' for v in options.values())}"
-    what = f"prefill of {tokens:,} tokens, {name}, of the peak without AMX"
-    return Target(what, ("engine", model, "prefill", {"tokens": tokens}), bound, options=options)
+def _prefill(model: str, tokens: int, bound: float) -> Target:
+    what = f"prefill of {tokens:,} tokens, {model}, of the peak without AMX"
+    return Target(what, ("engine", model, "prefill", {"tokens": tokens}), bound)
 
 
 ONE = "llama1b-q4_0"
 START = {"context": 0}
 TARGETS = (
-    *(_decode(m, 0.90) for m in (ONE, "llama1b-q4_k_m", "llama1b-q8_0", "llama1b-bf16")),
-    *(_decode("llama1b-bf16", 0.90, dtype=d) for d in ("int4g128", "int8")),
+    *(_decode(m, 0.90) for m in (ONE, "llama1b-q4_k_m", "llama1b-q8_0", "llama1b-int4g128", "llama1b-int8", "llama1b-bf16")),
     *(_decode(m, 0.75) for m in ("smollm2", "gemma3-270m")),
     _beats(ONE, "decode", START, 1.5),
     _beats("llama1b-q4_k_m", "decode", START, 2.0),
     _beats("llama1b-q8_0", "decode", START, 1.3),
     *(_beats(m, "decode", START, 1.6) for m in ("smollm2", "gemma3-270m")),
     *(_prefill(ONE, n, 0.60) for n in (512, 2048)),
-    *(_prefill(m, 512, 0.60) for m in ("llama1b-q4_k_m", "llama1b-q8_0", "llama1b-bf16")),
-    *(_prefill("llama1b-bf16", 512, 0.60, dtype=d) for d in ("int4g128", "int8")),
+    *(_prefill(m, 512, 0.60) for m in ("llama1b-q4_k_m", "llama1b-q8_0", "llama1b-int4g128", "llama1b-int8", "llama1b-bf16")),
     *(_beats(ONE, "prefill", {"tokens": n}, 1.5) for n in (512, 2048)),
     _beats(ONE, "prefill", {"tokens": 512}, 1.2, "llama.cpp-avx2"),
     Target("8 streams over one, 1B int4", ("engine", ONE, "batch", {"streams": 8}), 5.0, "value", other=("engine", ONE, "decode", START)),
@@ -156,14 +151,14 @@ def targets() -> str:
     everything = [r for path in sorted(RESULTS.glob("*.json")) for r in results.load(path)["rows"]]
     lines = []
     for t in TARGETS:
-        row = _find(everything, t.row, t.engine, t.options)
+        row = _find(everything, t.row, t.engine)
         bound = f"{'≤' if t.at_most else '≥'} {number(t.bound)}"
         if row is None or row["value"] is None:
             lines.append((t.what, bound, "not measured" if row is None else row["reason"], "–"))
             continue
         value = row[t.of]["median"]
         if t.other is not None:
-            other = _find(everything, t.other, "fastllm", {})
+            other = _find(everything, t.other, "fastllm")
             if other is None or other["value"] is None:
                 lines.append((t.what, bound, "not measured", "–"))
                 continue
@@ -173,14 +168,14 @@ def targets() -> str:
     return _table(("target", "bound", "measured", ""), lines)
 
 
-def _find(everything: list[Row], wanted: tuple[str, str, str, dict[str, Any]], engine: str, options: dict[str, Any]) -> Row | None:
-    """The row of a cell whose parameters hold those wanted and whose options, besides threads and versions, are exactly those."""
+def _find(everything: list[Row], wanted: tuple[str, str, str, dict[str, Any]], engine: str) -> Row | None:
+    """The row of a cell whose parameters hold those wanted and that was measured without options, besides threads and versions."""
     suite, model, cell, params = wanted
     for r in everything:
         if (r["suite"], r["model"], r["cell"], r["engine"]) != (suite, model, cell, engine) or not params.items() <= r["params"].items():
             continue
         mine = {k: v for k, v in r["options"].items() if k not in ("threads", "version", "build") and not k.startswith("ours.")}
-        if mine == options and (suite == "peers" or r["options"].get("threads") != 1):
+        if not mine and (suite == "peers" or r["options"].get("threads") != 1):
             return r
     return None
 
