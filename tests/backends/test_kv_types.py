@@ -113,7 +113,7 @@ def test_a_row_whose_steps_are_whole_alone_has_the_same_bits_beside_one_that_see
     """The kernel takes a shorter way through steps that all of its rows see: also where every score is −inf, or becomes NaN when scaled."""
     rng = np.random.default_rng(3)
     keys, values = (rng.standard_normal((300, HEADS, 32)).astype(np.float32) for _ in range(2))
-    keys[:64, 0, 0] = 60000  # with −3e38 below: scores of −inf; times a scale of 0, NaN
+    keys[:64, 0, 0], keys[64:, 0, 0] = 60000, 0  # with −3e38 below: 64 scores of −inf; times a scale of 0, NaN
     queries = rng.standard_normal((40, 2 * HEADS, 32)).astype(np.float32)
     queries[::3, 0, 0] = -3e38
     positions = [*range(20), *range(120, 130), *range(290, 300)]
