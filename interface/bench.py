@@ -155,7 +155,7 @@ class Bench:
         """What the linear layers multiply with: int8 for quantised weights, unless activations stay exact, else bf16 or f32."""
         sizes: dict[str, int] = {}
         for place in self.plan.places.values():
-            if place.arena == "weights" and len(place.shape) > 1:
+            if place.arena in ("weights", "mapped") and len(place.shape) > 1:
                 kind = place.dtype if place.layout is None else place.layout.format
                 kind = kind if kind in ("bf16", "f16", "f32") else "int8"
                 sizes[kind] = sizes.get(kind, 0) + place.nbytes

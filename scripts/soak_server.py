@@ -51,7 +51,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
     health_ms: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # between two tokens of a probe: (when, seconds)
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # mean time between tokens, a probe each: (when, seconds)
 
     def fault(self, text: str) -> None:
         """Notes one; many of a kind are one."""
@@ -278,7 +278,7 @@ def slope(samples: list[tuple[float, int]]) -> float:
 
 
 def slowing(gaps: list[tuple[float, float]]) -> float | None:
-    """p99 of the times between tokens in the last tenth of the time over that in the first; None: there are too few."""
+    """p99 of the mean times between tokens in the last tenth of the time over that in the first; None: there are too few."""
     if not gaps:
         return None
     start, end = gaps[0][0], gaps[-1][0]
@@ -389,7 +389,7 @@ def table(asked: argparse.Namespace, report: Report, growth: float, later: float
         "answers compared with those of a run alone · bodies of 20 MB": f"{report.compared} · {report.big}",
         "memory at first · at most · slope after the first fifth": f"{resident[0]:.0f} MB · {max(resident):.0f} MB · {growth:+.2f} MB a minute",
         f"`/health` p50 · p99 · at most, of {len(asked_health)} calls": f"{percentile(asked_health, 0.5):.1f} · {percentile(asked_health, 0.99):.1f} · {max(asked_health):.1f} ms",
-        "p99 between tokens of a probe, last tenth of the time over the first": "too few" if later is None else f"{later:.2f}",
+        "p99 of the mean time between tokens of probes, last tenth of the time over the first": "too few" if later is None else f"{later:.2f}",
         "faults": f"{len(report.faults)}",
     }
     print(f"| {asked.minutes:g} minutes, `{asked.model}` | |\n|---|---|")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -46,6 +48,16 @@ def test_bytes_and_operations_are_those_of_the_model(bench, tiny):
     assert bench.linear_ops("R") == 2 * c * config["vocab_size"]
     assert bench.kv_bytes >= config["num_hidden_layers"] * 2 * k * d * 2
     assert bench.multiply_type in ("bf16", "f32")
+
+
+def test_weights_that_are_used_where_the_file_is_mapped_count_for_the_type(tiny, tmp_path):
+    subprocess.run([sys.executable, "-m", "fastllm", "convert", str(tiny), "-o", str(tmp_path / "m.flm"), "--dtype", "int8", "--backend", "cpu_avx"], check=True)
+    loaded = load_model(tmp_path / "m.flm", LoadOptions(backend="cpu_avx", threads=1, ctx=256))
+    try:
+        assert any(place.arena == "mapped" for place in Bench(loaded).plan.places.values())
+        assert Bench(loaded).multiply_type == "int8"
+    finally:
+        loaded.close()
 
 
 def test_limits_use_the_type_that_is_multiplied(bench, monkeypatch):
