@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .formats import ModelFiles
     from .text import ChatTemplate, Tokenizer
 
-__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_all", "load_model", "open_files", "open_text", "plan_model", "say_note"]
+__all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_all", "load_model", "open_files", "open_text", "plan_model", "resolved", "say_note"]
 
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned

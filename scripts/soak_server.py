@@ -5,7 +5,7 @@
 Clients chat, send long prompts, ask for several choices and log-probabilities, send broken bodies, leave in the middle (one in five),
 read slowly, or do not read at all; one sends bodies of 20 MB, which are refused or tokenised. /health is polled by a process of its own.
 Seeded probes, streamed or not, are asked alone before the load, during it and after it. It fails, and says why, if an answer is wrong or
-lost, a status is unexpected, blocks, descriptors or threads are left, memory grows, /health is slow, or files of fastllm change meanwhile: then
+lost, a status is unexpected, blocks, descriptors or threads are left, memory grows (in a run of five minutes or more), /health is slow, or files of fastllm change meanwhile: then
 processes that the server starts later are of another version, and the run says nothing.
 """
 

@@ -63,7 +63,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--no-metrics", is_flag=True, help="Switch /metrics off."),
         click.option("--no-web", is_flag=True, help="Switch the web page off."),
         click.option("--metrics-aliases", type=click.Choice(["vllm"]), help="Metrics under these names, too."),
-        click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on stderr.  [default: text]"),
+        click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of the log on stderr; --progress json makes it json, too.  [default: text]"),
         click.option("--dev", is_flag=True, help="Routes that list and cancel running requests."),
     )  # fmt: skip
     for option in reversed(options):
@@ -96,7 +96,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     use_threads(values["threads"])
     import asyncio
 
-    from ..loading import DEFAULT_MODEL, load_model
+    from ..loading import DEFAULT_MODEL, load_model, resolved
     from ..server.serve import open_sockets, serve, shown_address
     from ..server.tls import Tls
     from .terminal import Reporter, say
@@ -111,7 +111,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
         with Reporter.of(values) as reporter:
             extra = {"max_queue": values["max_queue"], "schedule": values["schedule"], "embedding": values["embedding"] is not None}
             options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
-            path = _fetch(name, options)
+            path = os.fspath(resolved(name, options))  # a download happens here, where a signal can end it, and not in the thread that loads
             addresses = [shown_address(made, tls is not None) for made in sockets]
             if not values["quiet"]:
                 say(f"fastllm: loading {settings.name}; listening at {', '.join(addresses)}")
@@ -131,20 +131,6 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     finally:
         for made in sockets:
             made.close()
-
-
-def _fetch(name: str, options: Any) -> str:
-    """The model's path; a download happens here, where a signal can end it, and not in the thread that loads."""
-    from ..formats.sources import resolve
-
-    path = resolve(
-        name,
-        offline=options.offline,
-        progress=lambda done, total, label: options.progress(f"download {label}", done, total),
-        notice=options.message,
-        licence=options.licence,
-    )
-    return os.fspath(path)
 
 
 def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callable[[], Sequence[str]] | None]:
@@ -192,7 +178,7 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         metrics=not values["no_metrics"],
         web=not values["no_web"],
         metrics_aliases=values["metrics_aliases"] == "vllm",
-        json_log=values["log_format"] == "json",
+        json_log="json" in (values["log_format"], values["progress"]),
         dev=values["dev"],
         embedding=values["embedding"],
         key_concurrent=values["key_concurrent"],

@@ -72,6 +72,13 @@ def _rate(tokens: int, seconds: float) -> str:
     return f" @ {rate:.0f}/s" if rate >= 100 else f" @ {rate:.1f}/s"
 
 
+class _Events(logging.Handler):
+    """What backends log, as events of `--progress json`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event("message", text=record.getMessage().removeprefix("fastllm: "))
+
+
 class Reporter:
     """Progress and messages on stderr. A context manager; quiet: nothing but errors; style: auto (bars on a terminal, lines elsewhere),
     plain (lines) or json (events)."""
@@ -83,6 +90,7 @@ class Reporter:
         self._tasks: dict[str, Any] = {}
         self._printed: dict[str, int] = {}
         self._level = LOG.level
+        self._events = _Events()
 
     @classmethod
     def of(cls, values: Mapping[str, Any], silent: bool = False) -> Reporter:
@@ -93,10 +101,13 @@ class Reporter:
         self._level = LOG.level
         if self.quiet:  # lines of backends, which know no reporter
             LOG.setLevel(logging.ERROR)
+        if self.style == "json":
+            LOG.addHandler(self._events)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         LOG.setLevel(self._level)
+        LOG.removeHandler(self._events)
         self.stop()
 
     def stop(self) -> None:

@@ -22,7 +22,7 @@ EVERY_S: Final = 0.020  # steps that are quicker bring their tokens together: at
 
 
 class Bridge:
-    """One for a server. `put` and `wake` may be called from any thread; receivers are called on the loop, in order."""
+    """One for a server. `put` and `wake` are the engine's thread's; receivers are called on the loop, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop

@@ -62,12 +62,19 @@ class Protocol(H11Protocol):
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. If an answer has begun, there is no place for another."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        """What came is no HTTP. If an answer has begun, there is no place for another; a route that is still to answer has nobody to answer to."""
+        cycle: Any = self.cycle
+        state = self.conn.our_state
+        if state in (h11.IDLE, h11.SEND_RESPONSE):
             headers, body = broken(self.runtime)
             head = h11.Response(status_code=400, headers=[(k.encode(), v.encode()) for k, v in headers.items()], reason=b"Bad Request")
+            if state is h11.SEND_RESPONSE and cycle.scope["method"] == "HEAD":
+                body = b""
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+        if not self._between():
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()
 
     def _between(self) -> bool:

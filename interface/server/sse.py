@@ -30,9 +30,9 @@ PING: Final = b": ping\n\n"
 CHUNK: Final = 64 << 10
 
 SLOT: Final = "\0"
-encode_text = json.encoder.encode_basestring
 _SLOT: Final = json.dumps(SLOT)
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encode_text: Final = json.encoder.encode_basestring
+encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def frame(data: dict[str, Any]) -> bytes:
@@ -52,7 +52,7 @@ class Chunks:
         """A shorter way to the frames of a choice that differ in one text only, which is SLOT in the one given."""
         before, _, after = encode(choice).partition(_SLOT)
         head, tail = self._before + before.encode(), after.encode() + self._after
-        return lambda text: head + encode_text(text).encode() + tail
+        return lambda text: head + _encode_text(text).encode() + tail
 
     def frame(self, choice: dict[str, Any], timings: dict[str, Any] | None = None) -> bytes:
         """`frame({**head, "choices": [choice], **extra})`, with `timings` where there are some."""

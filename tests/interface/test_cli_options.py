@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 
@@ -12,6 +13,7 @@ import pytest
 from fastllm.cli.command import Command, long_name
 from fastllm.cli.group import COMMANDS, cli
 from fastllm.cli.old_flags import OLD_COMMANDS, OLD_FLAGS, old_flag
+from fastllm.cli.terminal import Reporter
 
 GREEDY = ("--temperature", 0, "-n", 4, "--ignore-eos", "--backend", "ref", "--json")
 
@@ -381,6 +383,16 @@ def test_progress_as_events_makes_every_line_of_stderr_an_object(run, tiny_model
     failed = run("run", "/no/such", "--prompt", "x", "--progress=json")
     [event] = [json.loads(line) for line in failed.err.splitlines()]
     assert (event["event"], event["exit_code"]) == ("error", 2)
+
+
+def test_what_a_backend_logs_is_an_event_too(capsys):
+    log = logging.getLogger("fastllm.some_backend")
+    with Reporter(style="json"):
+        log.warning("fastllm: %s compiles its kernels", "gpu")
+    assert json.loads(capsys.readouterr().err) == {"event": "message", "text": "gpu compiles its kernels"}
+    with Reporter(style="plain"):
+        log.warning("again")
+    assert "event" not in capsys.readouterr().err
 
 
 # the shell -----------------------------------------------------------------------------------------------------------------

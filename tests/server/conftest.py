@@ -175,7 +175,7 @@ def served(tmp_path, model_folder) -> Iterator[Callable[..., SimpleNamespace]]:
     def start(*options, form=("server",), env=None, model=True):
         command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
         environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
-        log = (tmp_path / f"log{len(running)}").open("w+")
+        log = (tmp_path / f"log{len(running)}").open("a+")  # appended to: reading moves where the process would write
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)
         running.append((process, log))
         url = process.stdout.readline().strip()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from fastllm import loading
+
 WAIT_S = 60
 
 
 def test_it_serves_logs_without_texts_and_ends_at_a_signal(served):
-    server = served("--log-format", "json", "--model-name", "mine")
+    server = served("--progress", "json", "--model-name", "mine")
     answer = server.http.post("/v1/completions", json={"prompt": "my secret words", "max_tokens": 3, "seed": 1})
     assert answer.json()["model"] == "mine"
     children = psutil.Process(server.process.pid).children()
@@ -22,6 +27,7 @@ def test_it_serves_logs_without_texts_and_ends_at_a_signal(served):
     psutil.wait_procs(children, timeout=WAIT_S)
     assert not any(child.is_running() for child in children)
     log = server.said()
+    assert {json.loads(line)["event"] for line in log.splitlines()} >= {"message", "request"}  # the log, too, is JSON then
     assert '"tokens": 3' in log
     assert answer.headers["x-request-id"] in log
     assert "secret" not in log
@@ -54,19 +60,19 @@ def test_a_socket_of_the_file_system(served, tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys, model_folder):
-    """command(*options) -> exit code, stderr, and the settings with which the server would have been started."""
+    """command(*options) -> exit code, stderr, and with what the server would have been started: its settings, what loads its model."""
     import fastllm.server.serve as serve
     from fastllm.cli.main import run_command
 
-    def call(*options):
+    def call(*options, model=model_folder):
         seen = SimpleNamespace(settings=None, options=None)
 
         async def instead(settings, sockets, load, **more):
-            seen.settings, seen.defaults = settings, more["defaults"]
+            seen.settings, seen.load, seen.defaults = settings, load, more["defaults"]
             return 0
 
         monkeypatch.setattr(serve, "serve", instead)
-        seen.code = run_command(["server", str(model_folder), "--port", "0", *options])
+        seen.code = run_command(["server", str(model), "--port", "0", *options])
         seen.err = capsys.readouterr().err
         return seen
 
@@ -80,6 +86,22 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(command, tmp_p
     monkeypatch.setenv("FASTLLM_DRAIN", "2.5")
     seen = command("--config", str(file), "--drain", "3.5")
     assert (seen.settings.max_n, seen.settings.drain_s, seen.settings.hosts, seen.settings.max_body) == (3, 3.5, ("a.example",), 1024)
+
+
+def test_the_log_is_json_where_one_of_two_options_asks_for_it(command):
+    assert [command(*options).settings.json_log for options in ((), ("--log-format", "json"), ("--progress", "json"))] == [False, True, True]
+
+
+def test_a_model_is_looked_for_in_the_folder_of_cache_dir(command, model_folder, tmp_path, monkeypatch):
+    repo, commit = tmp_path / "given" / "hub" / "models--org--name", "0" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copytree(model_folder, repo / "snapshots" / commit)
+    monkeypatch.setattr(loading, "load_model", lambda path, options: path)
+    seen = command("--offline", "--cache-dir", str(tmp_path / "given"), model="org/name")
+    assert seen.code == 0, seen.err
+    assert Path(seen.load()) == repo / "snapshots" / commit
+    assert command("--offline", model="org/name").settings is None
 
 
 def test_upstreams_spellings_are_understood(command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -17,13 +18,12 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
 def talk(server: Server, sent: bytes) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the one answer to these bytes, after which the connection must be closed."""
     with server.connect() as connection:
-        connection.sendall(sent)
         raw = b""
-        try:
+        with contextlib.suppress(ConnectionError):  # it is closed while bytes of ours are unsent; the answer is there all the same
+            connection.sendall(sent)
+        with contextlib.suppress(ConnectionError):  # or unread
             while more := connection.recv(1 << 16):
                 raw += more
-        except ConnectionError:
-            pass  # closed while bytes of ours were unread
     head, _, body = raw.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     return int(first.split()[1]), {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}, body
@@ -81,6 +81,22 @@ def test_what_follows_an_answer_that_has_begun_gets_no_second_one(server, capsys
     assert got.count(b"HTTP/1.1 ") == 1
     assert got.startswith(b"HTTP/1.1 415 ")
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", [b"localhost", b"evil.example"])  # the second is refused by the gate, the first by a route or not at all
+@pytest.mark.parametrize("line", [b"GET /live", b"HEAD /live", b"GET /v1/models", b"HEAD /v1/models", b"OPTIONS /v1/models", b"POST /nope", b"DELETE /live", b"POST /v1/chat/completions"])
+def test_a_body_that_is_no_http_is_no_fault_of_a_route_that_does_not_wait_for_it(server, http, capsys, caplog, line, host):
+    """The bytes come together with the headers: the answer to them is sent before the route has begun."""
+    capsys.readouterr()
+    status, headers, body = talk(server, line + b" HTTP/1.1\r\nHost: " + host + b"\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n")
+    assert (status, headers["connection"], int(headers["content-length"]) > 0) == (400, "close", True)
+    if line.startswith(b"HEAD"):
+        assert body == b""
+    else:
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert http.get("/live").status_code == 200  # the route has run by now
+    assert not [line for line in capsys.readouterr().err.splitlines() if " request id=" not in line]
+    assert caplog.records == []  # nor has asyncio anything to say
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_answers_are_the_same_in_every_schedule_and_after_every_restart(start, alone, parse, number):
+def test_answers_are_the_same_in_every_schedule_and_after_every_restart(start, alone, parse, brake, wait_until, number):
     rng, server = random.Random(number), start(SHAPES[number])
     wanted = [whole(path, body) for (path, _), body in zip(ASKED, alone, strict=True)]
 
@@ -121,6 +121,16 @@ def test_answers_are_the_same_in_every_schedule_and_after_every_restart(start, a
 
     with httpx2.Client(base_url=server.url, timeout=60, limits=httpx2.Limits(max_connections=64)) as http, ThreadPoolExecutor(12) as threads:
         try:
+            held = brake(server)  # so that it is certain that one is cancelled, and two do not fit in the small caches
+            long = {"prompt": LONG, "max_tokens": 300, "seed": 1, **NEIGHBOUR}
+            crowd = [threads.submit(http.post, TEXT, json=long) for _ in range(2)]
+            wait_until(lambda: len(server.runtime.active) == 2)
+            with http.stream("POST", TEXT, json=long):
+                pass
+            wait_until(lambda: len(server.runtime.active) == 2)
+            held.release()
+            one, two = (joined(TEXT, parse, job.result(60).content) for job in crowd)
+            assert one == two
             for _ in range(6):
                 order = [*range(len(ASKED)), *rng.choices(range(len(ASKED)), k=4)]
                 rng.shuffle(order)

@@ -39,8 +39,8 @@ def soak(server, seconds, settle_s=20.0):
 def test_a_soaked_server_is_as_it_was(loaded):
     report = soak(loaded, 6)
     assert report.faults == []
-    assert min(report.requests, report.cancelled) > 5, report
-    assert report.refused, report  # how many is a matter of the speed of the machine
+    assert min(report.requests, report.cancelled) > 0, report  # how many is a matter of the speed of the machine
+    assert report.refused, report
 
 
 def test_a_planted_leak_is_named(loaded, monkeypatch):
