@@ -1,8 +1,9 @@
-/* The one loop of sampling that the vocabulary makes long, in AVX-512: the weights of all tokens of a row, summed by bucket.
+/* The loops of sampling that the vocabulary makes long, in AVX-512: the weights of all tokens of a row, summed by bucket; the tokens of
+ * one bucket; a row under a mask, with its maxima.
  *
- * The same operations in the same order as the scalar form in `_select.h`, which is the specification: 16 tokens at a time, a logit
- * becomes t, exp(t) in f32, and the integer round(exp(t) * 2^40). The product by a power of two is exact, so the conversion of the
- * f32 rounds as that of the f64 does there (to nearest, ties to even). Sums of integers are exact in any order.
+ * The same operations in the same order as the scalar forms in `_select.h`, which are the specification. Of the weights: 16 tokens at
+ * a time, a logit becomes t, exp(t) in f32, and the integer round(exp(t) * 2^40). The product by a power of two is exact, so the
+ * conversion of the f32 rounds as that of the f64 does there (to nearest, ties to even). Sums of integers are exact in any order.
  *
  *   16 logits --t--> exp (f32) --2^40--> 2 x 8 integers --+--> one sum of all
  *                \--> t above the head's end? (few) ------+--> taken out of it, and added to their buckets one by one
@@ -11,6 +12,8 @@
 #define FASTLLM_SELECT_512_H
 
 #include <stdint.h>
+
+#include "_codecs.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 

@@ -4,15 +4,18 @@
 
 MODEL: a file or folder, which the container sees as /models/model.gguf (read only), beside a file of keys. The image must start as its user with its own
 entry point and command, want the key, answer a completion and end at SIGTERM with 0. --base: an image that stands for `python:3.12-slim` where no
-registry can be asked. Prints what was found; 1 if anything is not so.
+registry can be asked. Prints what was found; 1 if anything is not so. The container is removed however it ends; nothing else may listen on port 8000.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-KEY, URL, WAIT_S = "correct-horse-1", "http://127.0.0.1:8000", 60
+KEY, ADDRESS, WAIT_S = "correct-horse-1", ("127.0.0.1", 8000), 60
 
 
 def recipe() -> str:
@@ -47,20 +50,41 @@ def build(tool: str, more: list[str], text: str) -> None:
         subprocess.run([tool, "build", *more, "-t", "fastllm-check", "-f", f"{folder}/Dockerfile", folder], check=True)
 
 
-def command(tool: str, more: list[str], mounts: dict[Path, str]) -> list[str]:
-    """What runs the image's own entry point and command, on this machine's network."""
+def command(tool: str, more: list[str], name: str, mounts: dict[Path, str]) -> list[str]:
+    """What runs the image's own entry point and command in a container of that name, on this machine's network."""
     volumes = [part for source, target in mounts.items() for part in ("--volume", f"{source}:{target}:ro")]
     if tool != "buildah":
-        return [tool, "run", "--rm", "--network", "host", *volumes, "fastllm-check"]
-    name = subprocess.run([tool, "from", "fastllm-check"], check=True, capture_output=True, text=True).stdout.strip()
+        return [tool, "run", "--rm", "--name", name, "--network", "host", *volumes, "fastllm-check"]
+    subprocess.run([tool, "from", "--name", name, "fastllm-check"], check=True, capture_output=True)
     shown = json.loads(subprocess.run([tool, "inspect", name], check=True, capture_output=True, text=True).stdout)
     config: dict[str, Any] = shown["OCIv1"]["config"]
     return [tool, "run", *more, "--user", config["User"], *volumes, name, "--", *config["Entrypoint"], *config["Cmd"]]
 
 
+def remove(tool: str, name: str, process: subprocess.Popen[str] | None) -> None:
+    """Ends the tool and what it started, and removes the container, which may be gone: one that a client of a daemon leaves goes on without it."""
+    if process is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        process.kill()
+        process.wait()
+    subprocess.run([tool, "rm", *([] if tool == "buildah" else ["-f"]), name], check=False, capture_output=True)
+
+
+def taken() -> bool:
+    """Whether somebody answers at the container's address already: that one would be asked."""
+    try:
+        socket.create_connection(ADDRESS, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def ask(path: str, body: dict[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
     """Status and body of one request."""
-    request = urllib.request.Request(URL + path, None if body is None else json.dumps(body).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request("http://{}:{}{}".format(*ADDRESS, path), None if body is None else json.dumps(body).encode(), {"content-type": "application/json"})
     if key:
         request.add_header("authorization", f"Bearer {key}")
     try:
@@ -104,15 +128,20 @@ def main() -> int:
     more = ["--isolation", asked.isolation] if asked.isolation else []
     if not asked.built:
         build(asked.tool, more, recipe().replace("python:3.12-slim", asked.base) if asked.base else recipe())
+    if taken():
+        print("port {1} of {0} answers already: end what listens there, then go on with --built".format(*ADDRESS))
+        return 1
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text(KEY + "\n")
         keys.chmod(0o644)  # the image's user reads it
-        process = subprocess.Popen(command(asked.tool, more, {asked.model.resolve(): "/models/model.gguf", keys: "/run/secrets/keys"}), text=True)
+        name, process = f"fastllm-check-{os.getpid()}", None
         try:
+            mounts = {asked.model.resolve(): "/models/model.gguf", keys: "/run/secrets/keys"}
+            process = subprocess.Popen(command(asked.tool, more, name, mounts), text=True)
             wrong = check(process)
         finally:
-            process.kill()
+            remove(asked.tool, name, process)
     print(wrong or "the image does what the document says")
     return 1 if wrong else 0
 

@@ -149,8 +149,9 @@ def layout_number(str name) -> int:
 STRIP = FL_STRIP
 """Output rows of a strip."""
 KV_GROUP = FL_KV_GROUP
-CONV_TAPS = FL_CONV_TAPS
 """Channels of a head that share a scale of an int8 cache."""
+CONV_TAPS = FL_CONV_TAPS
+"""Most taps of a short convolution."""
 
 
 def layout_name(int layout) -> str:

@@ -61,7 +61,7 @@ FAULTS: Final = {
     3: "op 'attention': the block table of sequence {where} names block {value}, which the cache does not have",
     4: "op 'attention': context_len[{where}] = {value}, or a position of that sequence, is outside of its block table",
     5: "op 'attention': token {where} belongs to no sequence: query_start does not divide the step in ascending order",
-    6: "op with recurrent state: query_start[{where} + 1] = {value} does not divide the tokens of the step in ascending order",
+    6: "op with recurrent state: query_start[{where}] = {value} does not divide the tokens of the step in ascending order",
     7: "op with recurrent state: slot {value} of sequence {where} does not exist",
 }
 """Codes that kernels write."""

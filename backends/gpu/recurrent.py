@@ -13,12 +13,10 @@ from .operands import F32, I32, I64, Arg, Operand, Pointer, matrix, vector
 if TYPE_CHECKING:
     from .lower import Lowering
 
-__all__ = ["MAX_KEY", "MAX_TAPS", "delta_rule", "short_conv"]
+__all__ = ["MAX_TAPS", "delta_rule", "short_conv"]
 
 MAX_TAPS: Final = 64
 """Of a short convolution: a work-item keeps its last inputs."""
-MAX_KEY: Final = 1024
-"""Elements of a key of delta_rule: a group keeps one query and one key in local memory."""
 SPAN: Final = 64
 """Channels, or columns of a head's state, of a group."""
 
@@ -28,7 +26,7 @@ def short_conv(lowering: Lowering, inputs: list[Any], out: Operand) -> None:
     state, x, weight, *step = inputs
     rows, w, y = matrix(x), matrix(weight), matrix(out)
     head, tail = _state(state), _step(step)
-    args = (*head, *rows.args, w.pointer, I64(w.row), *tail, *y.args, lowering.fault, I32(rows.rows), I32(rows.width))
+    args = (*head, *rows.args, w.pointer, I64(w.row), *tail, *y.args, lowering.fault, I32(rows.rows), _sequences(step), I32(rows.width))
     lowering.emit_recurrent("short_conv", {"TAPS": w.width}, args, step[2].shape[0], -(-rows.width // SPAN), SPAN)
 
 
@@ -38,7 +36,7 @@ def delta_rule(lowering: Lowering, inputs: list[Any], out: Operand, attrs: Mappi
     v, q = matrix(value), matrix(query)
     moving = [arg for s in (query, key, value, a, b) for arg in matrix(s).args]
     fixed: tuple[Arg, ...] = (vector(a_log, "f32"), vector(dt_bias, "f32"))
-    sizes = (I32(v.rows), I32(v.heads), I32(v.heads // q.heads), I32(v.width), F32(attrs["eps"]))
+    sizes = (I32(v.rows), _sequences(step), I32(v.heads), I32(v.heads // q.heads), I32(v.width), F32(attrs["eps"]))
     args = (*_state(state), *moving, *fixed, *_step(step), *matrix(out).args, lowering.fault, *sizes)
     lowering.emit_recurrent("delta_rule", {"DK": q.width}, args, step[2].shape[0], v.heads * -(-v.width // SPAN), SPAN)
 
@@ -46,6 +44,11 @@ def delta_rule(lowering: Lowering, inputs: list[Any], out: Operand, attrs: Mappi
 def _step(step: list[Operand]) -> tuple[Arg, ...]:
     """positions, query_start, state_slot."""
     return tuple(vector(s, "i32") for s in step)
+
+
+def _sequences(step: list[Operand]) -> I32:
+    """How many the step has: state_slot has a number for each."""
+    return I32(step[2].shape[0])
 
 
 def _state(state: Operand) -> tuple[Arg, ...]:

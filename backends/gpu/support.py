@@ -8,7 +8,7 @@ from fastllm.api import OPERAND_TYPES, KVSpec, No, OpQuery, Yes, refuse_operands
 
 from .layouts import PLAIN_KINDS, layout_for
 from .lower import CACHE_BYTES, prepared_bytes, rope_table_bytes
-from .recurrent import MAX_KEY, MAX_TAPS
+from .recurrent import MAX_TAPS
 
 __all__ = ["NATIVE_OPS", "answer"]
 
@@ -56,6 +56,4 @@ def _refuse_sizes(q: OpQuery) -> str:
             return f"cache blocks of {q.dims['block_size'][1]} tokens; kernels take {MAX_BLOCK} at most"
     if q.op == "short_conv" and len(q.shapes) > 2 and q.shapes[2] is not None and int(q.shapes[2][1]) > MAX_TAPS:
         return f"{q.shapes[2][1]} taps; the kernel takes {MAX_TAPS} at most"
-    if q.op == "delta_rule" and len(q.shapes) > 1 and q.shapes[1] is not None and int(q.shapes[1][2]) > MAX_KEY:
-        return f"keys of {q.shapes[1][2]} elements; the kernel takes {MAX_KEY} at most"
     return ""

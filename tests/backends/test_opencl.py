@@ -415,16 +415,31 @@ def test_recurrences_are_those_of_ref_however_often_and_in_pieces(bench):
 
 
 def test_slots_and_shares_of_recurrences_that_do_not_exist_are_errors(bench):
-    state = bench.state(SlotSpec((4, 150)), 3)
+    state, delta = bench.state(SlotSpec((4, 150)), 3), bench.state(SlotSpec((6, 24, 70)), 3)
     for starts, slots, message in (
         (STEP[1], np.array([2, 1, 3], np.int32), "slot 3 of sequence 2 does not exist"),
-        (np.array([0, 9, 9, 15], np.int32), STEP[2], r"query_start\[2 \+ 1\] = 15 does not divide"),
+        (np.array([0, 9, 9, 15], np.int32), STEP[2], r"query_start\[3\] = 15 does not divide"),
+        (np.array([0, 9, 8, 14], np.int32), STEP[2], r"query_start\[2\] = 8 does not divide"),
+        (np.array([1, 9, 9, 14], np.int32), STEP[2], r"query_start\[0\] = 1 does not divide"),
+        (np.array([0, 9, 9, 13], np.int32), STEP[2], r"query_start\[3\] = 13 does not divide"),
     ):
         with pytest.raises(EngineError, match=message):
             bench.run("short_conv", state, *CONV, STEP[0], starts, slots, shape=(14, 150), kind="silu")
+        with pytest.raises(EngineError, match=message):
+            bench.run("delta_rule", delta, *DELTA, STEP[0], starts, slots, shape=(14, 6, 70), eps=1e-6)
     with pytest.raises(ShapeError, match="state_slot"):
         bench.run("short_conv", state, *CONV, *STEP[:2], STEP[2][:2], shape=(14, 150), kind="silu")
     assert np.isfinite(bench.run("short_conv", state, *CONV, *STEP, shape=(14, 150), kind="silu")).all()
+
+
+def test_keys_of_the_delta_rule_may_be_of_any_length_and_taps_may_not(vector):
+    operands = (normal(3, 1, 1100), normal(3, 1, 1100), normal(3, 2, 9), normal(3, 2), normal(3, 2), normal(2), normal(2))
+    step = (np.arange(3, dtype=np.int32), np.array([0, 3], np.int32), np.array([0], np.int32))
+    found = vector.run("delta_rule", vector.state(SlotSpec((2, 1100, 9)), 1), *operands, *step, shape=(3, 2, 9), eps=1e-6)
+    wanted = ref.delta_rule(np.zeros((2, 1100, 9), np.float32), *operands, 1e-6)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    assert isinstance(vector.backend.supports(OpQuery("delta_rule", ("slot", "f32"), ((), ("T", 1, 1100)))), Yes)
+    assert vector.backend.supports(OpQuery("short_conv", ("slot", "f32", "f32"), ((), ("T", 8), (8, 65)))) == No("65 taps; the kernel takes 64 at most")
 
 
 def test_concat_copies(bench):

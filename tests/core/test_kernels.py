@@ -6,6 +6,8 @@ with numpy's, the generator with the vectors that its authors published.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -260,3 +262,11 @@ def test_uniform_numbers_lie_in_the_unit_interval_and_do_not_repeat() -> None:
     assert len(np.unique(found)) == 100_000
     for other in ((1, 3), (2, 2), (1 << 32, 2), (1, 2 << 32)):
         assert (kernels.uniform(*other, np.arange(1000, dtype=np.uint64)) != found[:1000]).all()
+
+
+@pytest.mark.parametrize("header", sorted((Path(__file__).parents[2] / "core").glob("*.h")), ids=lambda path: path.name)
+def test_every_header_includes_what_it_uses(header: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to read headers with")
+    subprocess.run([compiler, "-std=gnu11", "-w", "-fsyntax-only", "-x", "c", "-"], input=f'#include "{header}"\n', text=True, check=True)

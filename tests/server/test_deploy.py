@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import os
 import re
 import shutil
 import socket
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -121,3 +125,49 @@ def test_the_container_runs_what_its_recipe_says(served, model_folder, tmp_path)
         assert http.get("/v1/models").status_code == 401
         assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, headers=KEY).status_code == 200
     assert server.end() == 0
+
+
+TOOL = """#!/bin/sh
+echo "$0 $@" >>"$LOG"
+case "$1" in
+inspect) echo '{"OCIv1": {"config": {"User": "fastllm", "Entrypoint": ["fastllm"], "Cmd": ["server"]}}}' ;;
+run) sleep 600 & echo $! >"$LOG.child"; wait ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("tool", ["docker", "buildah"])
+def test_the_check_of_the_container_leaves_none_behind_and_asks_no_other(tool, tmp_path, monkeypatch, capsys, wait_until):
+    """With a tool that starts something which would go on without it."""
+    spec = importlib.util.spec_from_file_location("check_container", Path(__file__).parents[2] / "scripts" / "check_container.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    program, log, child = tmp_path / tool, tmp_path / "log", tmp_path / "log.child"
+    program.write_text(TOOL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(log))
+    monkeypatch.setattr("sys.argv", ["check_container.py", str(tmp_path), "--tool", tool, "--built"])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(script, "ADDRESS", other.getsockname())
+        assert script.main() == 1
+    assert "answers already" in capsys.readouterr().out
+    assert not log.exists()
+
+    def failed(process):
+        wait_until(lambda: child.exists() and child.read_text().endswith("\n"))
+        return "it failed"
+
+    monkeypatch.setattr(script, "check", failed)
+    assert script.main() == 1  # nobody listens there now
+    assert "it failed" in capsys.readouterr().out
+    name = f"fastllm-check-{os.getpid()}"
+    calls = [line.split()[1:] for line in log.read_text().splitlines()]
+    if tool == "docker":
+        assert [c[:4] for c in calls] == [["run", "--rm", "--name", name], ["rm", "-f", name]]
+    else:
+        assert [c[0] for c in calls] == ["from", "inspect", "run", "rm"]
+        assert calls[0] == ["from", "--name", name, "fastllm-check"]
+        assert calls[-1] == ["rm", name]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE

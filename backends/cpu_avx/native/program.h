@@ -2,9 +2,10 @@
  *
  * Inside an instruction each thread takes its share of rows, strips or attention units; `barrier` says that it must first wait for the
  * others (lower.py decides where). In a step of one row every thread prepares the input of a linear layer for itself, in memory of its
- * own (address i1, i2 bytes for each thread): that is cheaper than to wait for the one that does it. So such steps need fewer barriers. Sizes and addresses are fixed when the program is built; only T, S and R change, and are
- * resolved once per run. Nothing is allocated in a run. Every index that a step brings (ids, slots, blocks, context lengths) is checked
- * before the first instruction; a bad one ends the run with a fault and touches no memory.
+ * own (address i1, i2 bytes for each thread): that is cheaper than to wait for the one that does it. So such steps need fewer barriers.
+ * Sizes and addresses are fixed when the program is built; only T, S and R change, and are resolved once per run. Nothing is allocated
+ * in a run. Every index that a step brings (ids, slots, blocks, context lengths) is checked before the first instruction; a bad one
+ * ends the run with a fault and touches no memory.
  */
 #ifndef FL_PROGRAM_H
 #define FL_PROGRAM_H

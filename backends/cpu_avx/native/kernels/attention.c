@@ -1,7 +1,7 @@
 /* Paged attention, and the cache it reads.
  *
- * One *unit* is up to FL_TILE (row, head) pairs of one sequence that share one kv head, or, with few rows, several of them. Keys are taken in steps of FL_SUB tokens at fixed
- * places of the context; scores and weights of a step stay in L1:
+ * One *unit* is up to FL_TILE (row, head) pairs of one sequence that share one kv head, or, with few rows, several of them. Keys are
+ * taken in steps of FL_SUB tokens at fixed places of the context; scores and weights of a step stay in L1:
  *
  *     scores s[q][64] = q · K      sixteen tokens a vector, since a block holds keys transposed: K [Dk][tokens]
  *     weights p = 2^(s − max)      scores times log2 e; running maximum and sums per (row, head), old sums scaled by 2^(old max − new max)

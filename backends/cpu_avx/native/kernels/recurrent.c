@@ -12,8 +12,8 @@
  *
  *                A decode step is bound by reading and writing the state, a prompt by the two passes over L1.
  *
- * Sums are lane by lane in ascending order of i, those of even and of odd i apart, one fused multiply-add a term; so neither the number of lanes nor the share of a
- * thread changes a bit, and all variants give the same ones. A row of position 0 does not read the slot.
+ * Sums are lane by lane in ascending order of i, those of even and of odd i apart, one fused multiply-add a term; so neither the number
+ * of lanes nor the share of a thread changes a bit, and all variants give the same ones. A row of position 0 does not read the slot.
  */
 #include "ops.h"
 #include "vec.h"
