@@ -29,11 +29,12 @@ def fetch_repo(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hook
     """Fetches what is missing of a repository; returns its folder, or the GGUF file. Raises as `hub_source.resolve_repo`."""
     import huggingface_hub
 
-    cache, folder = hub_cache(cache_dir), repo.folder(cache_dir)
-    with _hub_errors(repo, cache):
-        info = huggingface_hub.HfApi(token=how.token).model_info(repo.id, revision=repo.revision, files_metadata=True)
+    cache, folder, token = hub_cache(cache_dir), repo.folder(cache_dir), _checked_token(how.token)
+    with _hub_errors(repo, cache, token=token):
+        info = huggingface_hub.HfApi(token=token).model_info(repo.id, revision=repo.revision, files_metadata=True)
     sizes: dict[str, int] = {s.rfilename: int(s.size or 0) for s in info.siblings or []}
     commit = str(info.sha)
+    _check_answer(repo, commit, sizes)
     names = _chosen_files(repo, sizes, how)
     local = how.local_dir
     snapshot = folder / "snapshots" / commit if local is None else local
@@ -46,8 +47,8 @@ def fetch_repo(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hook
     where: dict[str, Any] = {"cache_dir": str(cache)} if local is None else {"local_dir": str(local)}
 
     def fetch(name: str) -> int:
-        with _hub_errors(repo, place, sizes[name]):
-            path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, token=how.token, **where))
+        with _hub_errors(repo, place, sizes[name], token):
+            path = Path(huggingface_hub.hf_hub_download(repo.id, name, revision=commit, token=token, **where))
         if sizes[name] and path.stat().st_size != sizes[name]:
             got = path.stat().st_size
             os.unlink(path.resolve())
@@ -71,6 +72,27 @@ def fetch_repo(repo: Repo, cache_dir: str | os.PathLike[str] | None, hooks: Hook
     return snapshot / names[0] if gguf else snapshot
 
 
+def _checked_token(given: str | None) -> str | None:
+    """The token without blanks around it; None for none, and the hub's library then takes its own. Raises UsageError, which does not
+    show it, for what no HTTP header can hold: the error of the HTTP library does."""
+    token = (given or "").strip()
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise UsageError("the token of the hub holds a blank, a control character or one that is not ASCII", who="--token, HF_TOKEN", fix="copy it again")
+    return token or None
+
+
+def _check_answer(repo: Repo, commit: str, names: Iterable[str]) -> None:
+    """Raises DownloadError where what a hub says would be a path out of the folder of the model."""
+    bad = [n for n in names if n.startswith("/") or "\\" in n or "\0" in n or ".." in n.split("/")]
+    bad += [] if COMMIT.fullmatch(commit) else [commit]
+    if bad:
+        raise DownloadError(
+            f"{_endpoint().split('//')[-1]} names {shown(bad[0])}, which is no file or commit of a repository",
+            who=repo.label,
+            fix="check HF_ENDPOINT: nothing was fetched",
+        )
+
+
 def _write_ref(path: Path, commit: str) -> None:
     """Notes which commit a branch or tag was, as the hub's library does when it is asked by branch."""
     with disk_errors(path.name, path.parent):
@@ -82,18 +104,19 @@ def _write_ref(path: Path, commit: str) -> None:
 
 def _at_once(fetch: Callable[[str], int], names: list[str], jobs: int) -> Iterator[tuple[str, int]]:
     """(name, fetch(name)) of each, so many at the same time, as they end; raises the first error. In daemon threads: whoever is
-    interrupted, or has seen an error, does not wait for the rest."""
+    interrupted, or has seen an error, does not wait for the rest, and no further file is begun."""
     if jobs == 1 or len(names) < 2:
         yield from ((name, fetch(name)) for name in names)
         return
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[str, int | BaseException]] = queue.SimpleQueue()
+    stopped = threading.Event()
     for name in names:
         waiting.put(name)
 
     def work() -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while not stopped.is_set():
                 name = waiting.get_nowait()
                 try:
                     ended.put((name, fetch(name)))
@@ -103,11 +126,14 @@ def _at_once(fetch: Callable[[str], int], names: list[str], jobs: int) -> Iterat
 
     for _ in range(min(jobs, len(names))):
         threading.Thread(target=work, name="fastllm-download", daemon=True).start()
-    for _ in names:
-        name, result = ended.get()
-        if isinstance(result, BaseException):
-            raise result
-        yield name, result
+    try:
+        for _ in names:
+            name, result = ended.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield name, result
+    finally:
+        stopped.set()
 
 
 @contextlib.contextmanager
@@ -146,7 +172,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hub_errors(repo: Repo, cache: Path, needed: int | None = None) -> Iterator[None]:
+def _hub_errors(repo: Repo, cache: Path, needed: int | None = None, token: str | None = None) -> Iterator[None]:
     from huggingface_hub import errors
 
     try:
@@ -176,10 +202,12 @@ def _hub_errors(repo: Repo, cache: Path, needed: int | None = None) -> Iterator[
         reason: Any = exc
         while isinstance(reason, Exception) and reason.__cause__ is not None:
             reason = reason.__cause__
+        text = re.sub(r"(?is)\bbearer .*", "Bearer …", str(reason))  # the library may have read a token of its own
+        text = text.replace(token, "…") if token else text
         raise DownloadError(
             f"{repo.label} could not be downloaded from {_endpoint().split('//')[-1]}",
             who=repo.label,
-            why=f"{type(reason).__name__}: {shown(reason, 200)}",
+            why=f"{type(reason).__name__}: {shown(text, 200)}",
             fix="check the network and the proxy, then run it again: it goes on where it stopped",
         ) from None
 

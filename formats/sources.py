@@ -100,7 +100,7 @@ def resolve(
         raise UsageError(
             "the model's name is empty or holds a NUL character", fix=f"name a file, a folder or one of {', '.join(ALIASES)}"
         )
-    path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    path = Path(os.path.expanduser(model))  # Path's own raises for an unknown user
     how = how or FetchOptions()
     if os.path.lexists(path):
         _no_revision(revision, model)

@@ -154,7 +154,7 @@ def command_options(name: str, beside: str = "") -> str:
         else:
             metavar = (parameter.metavar or parameter.name or "").upper()
             needed = parameter.required or getattr(parameter, "needed", False)
-            rows.append((f"`{metavar.strip('[]')}`", "needed" if needed else "may be left out"))
+            rows.append((f"`{metavar.strip('[]') if metavar[0] == '[' else metavar}`", "needed" if needed else "may be left out"))
     return table(("option", "meaning"), rows)
 
 

@@ -5,6 +5,7 @@ A command that cannot be followed raises a FastLLMError, which the chat shows. N
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -44,6 +45,7 @@ def _help(chat: Chat, text: str) -> None:
 
 def _clear(chat: Chat, text: str) -> None:
     chat.messages.clear()
+    chat.attached = ""
     say("the conversation is forgotten")
 
 
@@ -105,19 +107,19 @@ def _show(chat: Chat, text: str) -> None:
 
 def _save(chat: Chat, text: str) -> None:
     path = _path(text, "/save")
-    if path.exists() and not _is_saved(path):
-        raise InvalidRequest(f"{path} exists, and is no conversation", fix="name another file")
-    settings = {name: getattr(chat.params, name) for name in SETTABLE if getattr(chat.params, name) is not None}
-    data = {FORMAT: 1, "model": chat.llm.loaded.name, "system": chat.system, "settings": settings, "messages": chat.messages}
+    data = {FORMAT: 1, "model": chat.llm.loaded.name, "system": chat.system, "messages": chat.messages}
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
+        if path.exists() and not _is_saved(path):
+            raise InvalidRequest(f"{path} exists, and is no conversation", fix="name another file")
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(data, file, indent=1, ensure_ascii=False)
         part.replace(path)
-    except OSError as error:
-        raise FastLLMError(f"{path} cannot be written: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: of a name or a text that cannot be encoded
+        raise FastLLMError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            part.unlink()
     say(f"{len(chat.messages)} messages are in {path}")
 
 
@@ -126,6 +128,7 @@ def _load(chat: Chat, text: str) -> None:
     wrong = InvalidRequest(f"{path} is no conversation that /save wrote")
     try:
         data = json.loads(_read_text(path))
+        json.dumps(data, ensure_ascii=False).encode()  # fails for lone surrogates, which no tokenizer takes
     except (ValueError, RecursionError):
         raise wrong from None
     if not isinstance(data, dict) or data.get(FORMAT) != 1 or not isinstance(data.get("messages"), list):
@@ -174,6 +177,8 @@ def _model(chat: Chat, text: str) -> None:
         new = chat.load(text)
     except OutOfMemory as error:
         raise OutOfMemory(error.message, why=f"{error.why or 'two models do not fit'}; {chat.llm.loaded.name} stays", fix=f"/exit, then fastllm run {text}", **error.fields) from None
+    except OSError as error:
+        raise FastLLMError(f"{text} cannot be opened: {error.strerror or error}") from None
     chat.take_model(new)
     say(f"{new.loaded.name}: context {new.loaded.context}; the conversation goes on")
 
@@ -184,9 +189,13 @@ def _exit(chat: Chat, text: str) -> bool:
 
 def _path(text: str, command: str) -> Path:
     """The path behind a command. Raises InvalidRequest for none."""
-    if not text:
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise InvalidRequest(f"{text}: there is no such user, or no home") from None
+    if not path.name:
         raise InvalidRequest(f"{command} takes the name of a file")
-    return Path(text).expanduser()
+    return path
 
 
 def _read_text(path: Path) -> str:

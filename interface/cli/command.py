@@ -1,7 +1,8 @@
 """What all commands have in common: flags of ftllm, variables, a configuration file, and ways to name the model.
 
 A value comes from the command line, else from the variable FASTLLM_FLAG, else from the file of `--config`, else from the default. MODEL
-is an argument or `-p`; a `.toml` in its place, or ftllm's `.json`, is a configuration that names the model.
+is an argument or `-p`; a `.toml` in its place, or ftllm's `.json`, is a configuration that names the model, and wins over the file of
+`--config`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from click.core import ParameterSource
 
 from .old_flags import OldFlag, old_flag
 
-__all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "long_name", "model_argument", "refusal", "same_dashes"]
+__all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "config_origin", "long_name", "model_argument", "refusal", "same_dashes"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 WORD = re.compile(r"true|false|on|off|yes|no|auto|none|[\d.]+", re.IGNORECASE)
@@ -38,6 +39,11 @@ def same_dashes(name: str) -> str:
 def long_name(option: click.Parameter) -> str:
     """The name of an option as it is typed: its first long one."""
     return next((o for o in (*option.opts, *option.secondary_opts) if o.startswith("--")), option.opts[0])
+
+
+def config_origin(ctx: click.Context, option: click.Parameter) -> str:
+    """The file that the value of an option is from."""
+    return str(ctx.meta.get("config_paths", {}).get(option.name, "a file"))
 
 
 class ModelArgument(click.Argument):
@@ -123,7 +129,7 @@ class Command(click.Command):
             source = ctx.get_parameter_source(option.name or "") if option is not None else None
             if option is None or isinstance(error, click.MissingParameter) or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
                 raise
-            where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else ctx.meta.get("config_path", "a file")
+            where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else config_origin(ctx, option)
             raise click.BadParameter(f"{error.message} (it is from {where})", ctx, option) from None
 
     def _configured(self, ctx: click.Context, args: list[str], rest: list[str], given: str, notes: list[str]) -> list[str]:
@@ -131,7 +137,7 @@ class Command(click.Command):
         from .config_file import apply_config, is_config
 
         if is_config(given):
-            apply_config(ctx, Path(given), notes)
+            apply_config(ctx, Path(given), notes, as_model=True)
             ctx.params.clear()
             rest = self._parsed(ctx, args)
             if self._model(ctx) == given:
@@ -156,8 +162,8 @@ class Command(click.Command):
         return params["model"]
 
     def _own_model(self, ctx: click.Context) -> str:
-        """The model that a configuration names. Raises UsageError if it names none."""
-        named = ctx.meta["model_flag"]
+        """The model that a configuration names; it was typed, so it wins over the variable. Raises UsageError if there is none."""
+        named = (ctx.default_map or {}).get("model_flag", ctx.meta["model_flag"])
         if named is None or named == ctx.params["model"]:
             raise click.UsageError(f"{ctx.params['model']} names no model: it needs a line `model = \"NAME\"`", ctx)
         return str(named)
@@ -222,7 +228,7 @@ def refusal(name: str, row: OldFlag) -> Exception:
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
-    if value is not None:
+    if value is not None and "config_paths" not in ctx.meta:  # else the line is parsed again, and the file is read already
         from .config_file import apply_config
 
         notes: list[str] = []

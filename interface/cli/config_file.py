@@ -1,7 +1,8 @@
 """Files with options: TOML (`--config FILE`, or FILE.toml in the place of MODEL), and the JSON that ftllm writes.
 
 Keys are the names of options; `model` names the model. A key of another command's option is told and has no effect; one of no command's is
-an error. Keys of ftllm are read by the table of its flags, and what it writes for "not set" is left out.
+an error. Keys of ftllm are read by the table of its flags, and what it writes for "not set" is left out. A model may be somebody else's: a
+file in its place runs no code, opens no server and says of no file where it is written.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from .old_flags import old_flag
 __all__ = ["apply_config", "is_config"]
 
 MAX_BYTES = 1 << 20
-UNSET = (-1, 0, "", "auto", "off", "OFF", False, None)
+UNSET = (-1, "", "auto", None)
 """Values with which a configuration of ftllm says that nothing is set."""
+OFF = (0, "off", "OFF", False)
+"""Those that say it for what has no effect here or is refused; other options have them as values."""
 DEFAULTS = {"cuda_shared_expert": "true", "gpu_mem_ratio": 0.9, "enable_amx": "false", "think": "false"}
 """Values that its `config` command writes for what nobody chose."""
 NUMA, NUMA_THREADS = "FASTLLM_ACTIVATE_NUMA", "FASTLLM_NUMA_THREADS"
 """Keys of ftllm's configuration that are no flags."""
+CONFIG_ONLY = ("plugin", "plugins-file", "host", "insecure", "allowed-host", "cors-origin", "output", "overwrite", "local-dir")
+"""Keys of a file of `--config` that one in the place of MODEL may not have."""
 
 
 def is_config(model: str) -> bool:
@@ -43,10 +48,11 @@ def is_config(model: str) -> bool:
     return isinstance(data, dict) and "model_type" not in data and bool({"model", "path"} & set(data))
 
 
-def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
+def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: bool = False) -> None:
     """Makes the file's values the defaults of a command: variables and flags win over them. notes: lines about keys without effect.
+    as_model: the file stands in the place of MODEL.
 
-    Raises click.UsageError for what is no such file and for unknown keys.
+    Raises click.UsageError for what is no such file, for unknown keys, and for those that such a model may not have.
     """
     old = path.suffix.lower() == ".json"
     try:
@@ -61,7 +67,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
     names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in OWN_KEYS}
     found: dict[str, Any] = {}
     for key, value in data.items():
-        if old and (key == NUMA_THREADS or value in UNSET or DEFAULTS.get(key) == value):
+        if old and _is_unset(key, value):
             continue
         if old and key == NUMA:
             notes.append(f"{path.name}: '{key}' has no effect: backends place their threads themselves")
@@ -70,6 +76,9 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
         if name is None:
             continue
         option = names.get(name)
+        full = name if option is None else long_name(option).lstrip("-")
+        if as_model and full in CONFIG_ONLY:
+            raise click.UsageError(f"{path}: '{key}' is not taken from a file in the place of MODEL; where you trust the file: --config {path}", ctx)
         if option is not None and not isinstance(value, dict):
             found[str(option.name)] = _fitting(option, value)
         elif option is None and name in _all_names():
@@ -78,7 +87,15 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str]) -> None:
             known = ", ".join(sorted(n for n in names if len(n) > 1))
             raise click.UsageError(f"--config {path}: no option '{key}'; there are {known}", ctx)
     ctx.default_map = {**(ctx.default_map or {}), **found}
-    ctx.meta["config_path"] = str(path)
+    ctx.meta.setdefault("config_paths", {}).update(dict.fromkeys(found, str(path)))
+
+
+def _is_unset(key: str, value: Any) -> bool:
+    """Whether a key of ftllm's configuration says nothing."""
+    if key == NUMA_THREADS or value in UNSET or DEFAULTS.get(key) == value:
+        return True
+    row = old_flag(f"--{same_dashes(key)}")
+    return value in OFF and (key == NUMA or (row is not None and row.kind in ("note", "no")))
 
 
 def _modern(name: str, value: Any, notes: list[str], where: str) -> tuple[str | None, Any]:

@@ -1,7 +1,8 @@
 """`fastllm dump-config`, and `--dump-config` of other commands: what options come to, and where each value is from.
 
 What is printed is a TOML file for `--config`, or for the place of MODEL: values that were chosen, and what the model and the machine
-decide, are set in it; built-in defaults are comments. Keys of a server are not in it, as secrets have no place there.
+decide, are set in it; built-in defaults are comments. Keys of a server are not in it, as secrets have no place there; with a key of
+`config_file.CONFIG_ONLY` it is for `--config` only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .command import OWN_KEYS, Command, long_name, model_argument
+from .command import OWN_KEYS, Command, config_origin, long_name, model_argument
 from .options import load_options, model_options, sampling_options
 from .server import server_options
 
@@ -117,7 +118,7 @@ def _rows(ctx: click.Context, planned: ModelPlan) -> Iterator[Row]:
             value, origin = settled[name]
             yield Row(key, value, origin, decided=value is not None and name not in SIZES)
         else:
-            yield Row(key, _plain(value), _origin(ctx, option), decided=chosen and value not in (None, (), False))
+            yield Row(key, _plain(value), _origin(ctx, option), decided=chosen and value is not None and value is not False and value != ())
 
 
 def _settled(ctx: click.Context, planned: ModelPlan) -> dict[str, tuple[Any, str]]:
@@ -152,7 +153,7 @@ def _origin(ctx: click.Context, option: click.Option) -> str:
         return "command line"
     if source == ParameterSource.ENVIRONMENT:
         return f"variable {option.envvar}"
-    return str(ctx.meta.get("config_path", "file")) if source == ParameterSource.DEFAULT_MAP else "default"
+    return config_origin(ctx, option) if source == ParameterSource.DEFAULT_MAP else "default"
 
 
 def _plain(value: Any) -> Any:

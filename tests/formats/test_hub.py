@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from huggingface_hub import errors
 
 from fastllm.core.errors import DownloadError, ModelNotFound, UnsupportedError, UsageError
 from fastllm.formats import list_cached, open_model, resolve
+from fastllm.formats.hub_fetch import _at_once
 from fastllm.formats.hub_source import FetchOptions, Repo, needed_files, parse_repo
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -31,7 +33,7 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]):
         self.files, self.asked, self.sizes, self.error = files, [], {}, None
-        self.tokens = set()
+        self.tokens, self.sha = set(), COMMIT
 
     def __call__(self, token=None):
         self.tokens.add(token)
@@ -42,7 +44,7 @@ class Hub:
             raise self.error
         self.asked.append(("info", revision))
         rows = [SimpleNamespace(rfilename=n, size=self.sizes.get(n, len(raw))) for n, raw in self.files.items()]
-        return SimpleNamespace(siblings=rows, sha=COMMIT)
+        return SimpleNamespace(siblings=rows, sha=self.sha)
 
     def download(self, repo_id, name, revision=None, cache_dir=None, local_dir=None, token=None):
         assert revision == COMMIT  # every file of the one commit
@@ -266,6 +268,62 @@ def test_the_first_error_ends_a_download_of_several_files(hub, jobs):
     with pytest.raises(DownloadError, match=r"model.safetensors has \d+ bytes, the hub says 5"):
         resolve("org/name", how=FetchOptions(jobs=jobs))
     assert list_cached() == []
+
+
+def test_no_file_is_begun_after_the_first_error():
+    gate, fetched = threading.Event(), []
+
+    def fetch(name):
+        if name == "bad":
+            raise DownloadError("it is gone")
+        gate.wait()
+        fetched.append(name)
+        return 1
+
+    before = set(threading.enumerate())
+    with pytest.raises(DownloadError, match="it is gone"):
+        list(_at_once(fetch, ["bad", *"abcdefgh"], 2))
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert len(fetched) <= 1  # what was on its way
+
+
+@pytest.mark.parametrize("name", ["../x.gguf", "sub/../../x.gguf", "/tmp/x.gguf", "..\\x.gguf", "x\0.gguf"])
+def test_a_hub_that_names_a_path_is_refused(hub, tmp_path, name):
+    hub.files[name] = b"x"
+    with pytest.raises(DownloadError, match="which is no file or commit") as caught:
+        resolve("org/name", how=FetchOptions(include=("*",), local_dir=tmp_path / "here"))
+    assert "HF_ENDPOINT" in caught.value.fix
+    assert hub.asked == [("info", "main")]
+
+
+def test_a_commit_that_is_a_path_is_refused(hub):
+    hub.sha = "../../../x"
+    with pytest.raises(DownloadError, match="which is no file or commit"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize("token", ["hf_abc\r", " hf_abc\n"])
+def test_blanks_around_a_token_are_left_out(hub, token):
+    resolve("org/name", how=FetchOptions(token=token))
+    assert hub.tokens == {"hf_abc"}
+
+
+@pytest.mark.parametrize("token", ["hf_secret\x01x", "hf_secret x", "hf_secret\u00e4"])
+def test_a_token_that_is_none_is_not_shown(hub, token):
+    with pytest.raises(UsageError, match="the token of the hub") as caught:
+        resolve("org/name", how=FetchOptions(token=token))
+    assert "secret" not in caught.value.render()
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(("token", "text"), [("hf_secret", "the proxy does not like hf_secret"), (None, "Illegal header value b'Bearer hf_secret\\x01 secret'")])
+def test_no_error_shows_a_token(hub, token, text):
+    hub.error = ValueError(text)
+    with pytest.raises(DownloadError, match="could not be downloaded") as caught:
+        resolve("org/name", how=FetchOptions(token=token))
+    assert "secret" not in caught.value.render()
 
 
 def test_models_that_are_no_repository_have_no_files_to_choose(hub, tmp_path):

@@ -82,6 +82,7 @@ def test_a_conversation_is_saved_and_goes_on(make, capsys, tmp_path):
     other._take(f"/load {path}")
     assert (other.messages, other.system) == (chat.messages, "x")
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
+    assert set(json.loads(path.read_text())) == {"fastllm-chat", "model", "system", "messages"}
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InvalidRequest, match="is no conversation"):
         chat._take(f"/save {tmp_path / 'notes.txt'}")
@@ -90,7 +91,7 @@ def test_a_conversation_is_saved_and_goes_on(make, capsys, tmp_path):
         chat._take(f"/save {tmp_path / 'no' / 'such'}")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"fastllm-chat": 1}', '{"fastllm-chat": 1, "messages": [{"role": "boss", "content": "x"}]}', '{"fastllm-chat": 1, "messages": [{"role": "user", "content": 1}]}', '{"fastllm-chat": 1, "messages": [], "system": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"fastllm-chat": 1}', '{"fastllm-chat": 1, "messages": [{"role": "boss", "content": "x"}]}', '{"fastllm-chat": 1, "messages": [{"role": "user", "content": 1}]}', '{"fastllm-chat": 1, "messages": [], "system": 3}', '{"fastllm-chat": 1, "messages": [{"role": "user", "content": "\\ud800"}]}'])
 def test_what_is_no_conversation_is_not_loaded(chat, tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     chat._take("a")
@@ -105,6 +106,7 @@ def test_a_file_goes_before_the_next_message_once(chat, capsys, tmp_path):
     assert "n.txt (4 tokens) goes before your next message" in typed(chat, capsys, f"/file {tmp_path / 'n.txt'}")
     chat._take("b")
     assert chat.messages[0]["content"] == "n.txt:\ntext\n\nb"
+    chat._take(f"/file {tmp_path / 'n.txt'}")
     chat._take("/clear")
     chat._take("c")
     assert chat.messages[0]["content"] == "c"
@@ -112,6 +114,33 @@ def test_a_file_goes_before_the_next_message_once(chat, capsys, tmp_path):
     for line, what in (("/file", "takes the name"), (f"/file {tmp_path / 'absent'}", "no file"), (f"/file {tmp_path / 'bad'}", "UTF-8"), (f"/file {tmp_path}", "no file")):
         with pytest.raises(InvalidRequest, match=what):
             chat._take(line)
+
+
+@pytest.mark.parametrize("command", ["/save", "/load", "/file", "/model"])
+def test_a_name_that_cannot_be_opened_leaves_the_chat_as_it_was(make, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTLLM_OFFLINE", "1")
+    (tmp_path / "README.md").write_text("mine")
+    chat = make(load=lambda name: LLM(name, backend="ref"))
+    chat._take("a")
+    before = list(chat.messages)
+    for name in ("~no-such-user/x", "N" * 300, "README.md/x", "x\0y", "/", "."):
+        with pytest.raises(FastLLMError):
+            chat._take(f"{command} {name}")
+    assert chat.messages == before
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("command", ["/save", "/load", "/file", "/model"])
+def test_a_folder_that_may_not_be_read_leaves_the_chat_as_it_was(make, monkeypatch, command):
+    def refused(*given):
+        raise PermissionError(13, "Permission denied")
+
+    chat = make(load=refused)
+    for name in ("exists", "is_file"):  # for root no folder is closed
+        monkeypatch.setattr(f"fastllm.cli.chat_commands.Path.{name}", refused)
+    with pytest.raises(FastLLMError, match="Permission denied"):
+        chat._take(f"{command} /x/y")
 
 
 def test_another_model_goes_on_with_the_conversation(make, tiny_model, tmp_path, capsys):

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from fastllm.cli.command import Command, long_name
+from fastllm.cli.config_file import CONFIG_ONLY
 from fastllm.cli.group import COMMANDS, cli
 from fastllm.cli.old_flags import OLD_COMMANDS, OLD_FLAGS, old_flag
 from fastllm.cli.terminal import Reporter
@@ -81,7 +82,7 @@ def test_every_option_of_every_command_has_a_variable_of_its_name():
 @pytest.mark.parametrize("row", OLD_FLAGS, ids=lambda row: row.names[0])
 def test_every_flag_of_the_table_does_what_it_says(row, tiny_model):
     for pattern in row.names:
-        name = pattern.replace("*", "any").replace("-", "_", 1) if pattern.startswith("---") else pattern.replace("*", "any")
+        name = pattern.replace("*", "any")
         typed = "--" + name[2:].replace("-", "_") if name.startswith("--") else name
         takers = [c for c in ALL.values() if not isinstance(c, click.Group) and (row.kind in ("note", "no") or any(row.text in p.opts or name in p.opts for p in c.params))]
         assert takers, f"{name}: no command takes {row.text}"
@@ -230,7 +231,7 @@ def test_a_file_of_options_may_stand_in_the_place_of_the_model(run, answer, tiny
     path.write_text(f'model = "{tiny_model}"\nmax-tokens = 3\nport = 9000\n')
     done = run("run", path, "--prompt", "hello", "--temperature", 0, "--ignore-eos", "--backend", "ref", "--json")
     assert json.loads(done.out)["output_ids"] == answer()["output_ids"][:3]
-    assert "mine.toml: 'port' has no effect: it is no option of `fastllm run`" in done.err or "'port' has no effect" in done.err
+    assert done.err.count("mine.toml: 'port' has no effect: it is no option of `fastllm run`") == 1
     assert len(answer("--max-tokens", 4, model=path)["output_ids"]) == 4
     path.write_text("max-tokens = 3\n")
     empty = run("run", path, "--prompt", "x")
@@ -259,6 +260,68 @@ def test_a_configuration_of_ftllm_is_a_model(run, answer, tiny_model, tmp_path):
     assert run("run", path, "--prompt", "x").code == 5
     path.write_text(json.dumps({"model_type": "llama", "model": "x"}))
     assert "configuration alone" in run("run", path, "--prompt", "x").err
+
+
+def test_a_configuration_of_ftllm_keeps_values_that_are_off(run, tiny_model, tmp_path):
+    path = tmp_path / "config.json"
+    chosen = {"enable_thinking": False, "prefix_cache": "off", "temperature": 0, "threads": 0}
+    path.write_text(json.dumps({"model": str(tiny_model), **chosen, "top_k": -1, "mtp": 0, "cuda_embedding": False, "cache_fast": "off", "triton": False}))
+    got = parsed("run", path)
+    assert (got["thinking"], got["prefix_cache"], got["temperature"], got["top_k"]) == ("off", "off", 0, None)
+    assert "no effect" not in run("dump-config", path, "--backend", "ref").err
+
+
+def test_the_file_in_the_place_of_the_model_wins_over_the_one_of_config(run, capsys, tiny_model, tmp_path, monkeypatch):
+    site, mine = tmp_path / "site.toml", tmp_path / "mine.toml"
+    site.write_text('model = "other"\nctx = 32\ntop-k = 3\nport = 9000\n')
+    mine.write_text(f'model = "{tiny_model}"\nctx = 48\n')
+    typed = parsed("run", mine, "--config", site)
+    monkeypatch.setenv("FASTLLM_CONFIG_FILE", str(site))
+    for got in (typed, parsed("run", mine), parsed("run", "-p", mine)):
+        assert (got["model"], got["ctx"], got["top_k"]) == (str(tiny_model), 48, 3)
+    capsys.readouterr()
+    shown = run("run", mine, "--dump-config", "--backend", "ref")
+    assert f"ctx = 48  # {mine}" in shown.out
+    assert f"top-k = 3  # {site}" in shown.out
+    assert shown.err.count("'port' has no effect") == 1
+    mine.write_text(f'model = "{tiny_model}"\nmin-p = 7\n')
+    wrong = run("run", mine, "--prompt", "x")
+    assert (wrong.code, str(mine) in wrong.err, str(site) in wrong.err) == (2, True, False)
+
+
+def test_the_model_of_a_file_that_was_typed_wins_over_the_variable(tiny_model, tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'model = "{tiny_model}"\n')
+    monkeypatch.setenv("FASTLLM_MODEL", "other")
+    assert parsed("plan", path)["model"] == str(tiny_model)
+    monkeypatch.setenv("FASTLLM_MODEL", str(path))
+    assert parsed("plan")["model"] == str(tiny_model)
+
+
+@pytest.mark.parametrize("key", [*CONFIG_ONLY, "plugins_file", "o"])
+def test_a_model_may_not_run_code_open_a_server_or_say_where_to_write(tiny_model, tmp_path, key):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'model = "{tiny_model}"\n{key} = {"true" if key in ("insecure", "overwrite") else json.dumps(str(tmp_path / "x"))}\n')
+    for command in ("server", "dump-config", "download"):
+        if key == "o" and command != "dump-config":
+            continue
+        with pytest.raises(click.UsageError, match=f"'{key}' is not taken from a file in the place of MODEL.*--config"):
+            parsed(command, path)
+    assert parsed("dump-config" if key in ("o", "output", "overwrite") else "server", "--config", path)["model"] == str(tiny_model)
+
+
+def test_a_dump_with_an_address_is_for_config(run, tiny_model, tmp_path):
+    path = tmp_path / "out.toml"
+    assert run("dump-config", tiny_model, "--backend", "ref", "--host", "::1", "-o", path).code == 0
+    assert parsed("server", "--config", path)["hosts"] == ("::1",)
+    assert run("server", path).code == 2
+
+
+def test_nought_is_a_value_of_a_dump(run, tiny_model, tmp_path):
+    path = tmp_path / "out.toml"
+    assert run("dump-config", tiny_model, "--backend", "ref", "--temperature", 0, "--top-k", 0, "-o", path).code == 0
+    got = parsed("run", path)
+    assert (got["temperature"], got["top_k"]) == (0, 0)
 
 
 @pytest.mark.parametrize("command", ["run", "dump-config"])
@@ -344,9 +407,10 @@ def test_a_model_is_verified_before_it_is_loaded(run, tiny_model, tmp_path):
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-2:] = b"\x80\x7f"  # a bf16 infinity
     (folder / "model.safetensors").write_bytes(data)
-    assert run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref").code in (0, 1)
+    unseen = run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref")
+    assert (unseen.code, "no finite logit" in unseen.err) == (1, True)  # loaded, and computed with
     broken = run("run", folder, "--prompt", "x", "-n", 1, "--backend", "ref", "--verify-model")
-    assert broken.code == 1
+    assert (broken.code, "no finite logit" in broken.err) == (1, False)
     assert "infinity" in broken.err
 
 

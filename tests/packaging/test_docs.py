@@ -130,6 +130,11 @@ def test_every_command_has_a_table():
     assert shown == {name for name, command in make_docs.commands() if not isinstance(command, click.Group)}
 
 
+def test_an_argument_that_ends_in_a_bracket_keeps_it():
+    assert "`NAME[:DEVICE]`" in make_docs.command_options("backends check")
+    assert "`MODEL`" in make_docs.command_options("run")
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_relative_links_lead_somewhere(name):
     assert dead_links(name, read(name)) == []
