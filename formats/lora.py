@@ -31,21 +31,25 @@ __all__ = ["merge_adapters"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
+MAX_PATTERN = 256  # characters
 PLAIN = ("f32", "f16", "bf16")
 HALF = re.compile(r"base_model\.model\.(?P<name>.+?)\.lora_(?P<kind>embedding_)?(?P<half>[AB])(\.weight)?")
 WHOLE = re.compile(r"base_model\.model\.(?P<name>.+?)(\.modules_to_save)?\.(?P<end>weight|bias)")
 ANYTHING = frozenset(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out modules_to_save bias task_type base_model_name_or_path revision "
-    "inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern auto_mapping peft_version init_lora_weights".split()
+    "inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern auto_mapping peft_version init_lora_weights eva_config".split()
 )
 """Keys that are read, or that only matter to training. Another one may say nothing, that is: be null, false or empty."""
+STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Of init_lora_weights: those that leave the model's own weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) train over changed ones, to which the halves belong."""
+PIECE = re.compile(r"\(\w+(?:\|\w+)*\)|\.\*|\\d\+|\\[.d]|[\w.^$|-]")
+PATTERN = re.compile(rf"(?:{PIECE.pattern}){{1,256}}")
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What adapter_config.json says. path: of it; ranks, alphas: patterns of names -> value, which go before r and alpha."""
+    """What adapter_config.json says. ranks, alphas: patterns of names -> value, which go before r and alpha."""
 
-    path: str
     r: int
     alpha: float
     root: bool
@@ -92,12 +96,28 @@ def _read_config(folder: Path) -> _Adapter:
     if unknown or config.get("bias", "none") != "none":
         key = unknown[0] if unknown else "bias"
         raise UnsupportedError(f"{CONFIG}: '{shown(key)}' is {shown(config[key])}, which cannot be merged", who=str(path), fix="merge the adapter with the tool that made it")
+    start = config.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in STARTS:
+        raise UnsupportedError(
+            f"{CONFIG}: 'init_lora_weights' is {shown(start)}, which cannot be merged",
+            who=str(path),
+            why="such an adapter was trained over weights that are not the model's own",
+            fix="convert it to a plain LoRA with the tool that made it (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
+        )
     r, alpha = config.get("r"), config.get("lora_alpha")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     good = type(r) is int and 0 < r <= MAX_RANK and _is_number(alpha) and isinstance(ranks, dict) and isinstance(alphas, dict)
     if not good or not all(type(v) is int and 0 < v <= MAX_RANK for v in ranks.values()) or not all(map(_is_number, alphas.values())):
         raise ModelFileError(f"{CONFIG}: r, lora_alpha or their patterns are no numbers in range", who=str(path), why=f"r is {shown(r)}, lora_alpha {shown(alpha)}")
-    return _Adapter(str(path), int(r or 0), float(alpha or 0), bool(config.get("use_rslora")), bool(config.get("fan_in_fan_out")), ranks, alphas)
+    for pattern in (*ranks, *alphas):
+        if len(pattern) > MAX_PATTERN or not PATTERN.fullmatch(pattern):
+            raise UnsupportedError(
+                f"{CONFIG}: the pattern {shown(pattern)} cannot be read",
+                who=str(path),
+                why=rf"patterns have at most {MAX_PATTERN} characters: of names, and . \. \d \d+ .* ^ $ | (a|b)",
+                fix="name the modules in full, or merge the adapter with the tool that made it",
+            )
+    return _Adapter(int(r or 0), float(alpha or 0), bool(config.get("use_rslora")), bool(config.get("fan_in_fan_out")), ranks, alphas)
 
 
 def _is_number(value: Any) -> bool:
@@ -106,20 +126,38 @@ def _is_number(value: Any) -> bool:
 
 def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """The value whose pattern fits the end of a module's name, as PEFT looks it up."""
-    for pattern, value in patterns.items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):
-                return value
-        except re.error:
-            raise ModelFileError(f"{CONFIG}: {shown(pattern)} is no pattern", who=CONFIG) from None
-    return default
+    return next((value for pattern, value in patterns.items() if _fits(pattern, name)), default)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    r"""As `re.fullmatch(rf"(.*\.)?({pattern})", name)`, in one pass over a pattern that PATTERN takes: `re` may go back for ever over a hostile one."""
+    size = len(name)
+    starts = {0, *(i + 1 for i, letter in enumerate(name) if letter == ".")}
+    at = starts  # where the rest of the pattern may begin
+    for piece in (*PIECE.findall(pattern), "|"):
+        if piece == "|":
+            if size in at:
+                return True
+            at = starts
+        elif piece == ".*":
+            at = set(range(min(at, default=size + 1), size + 1))
+        elif piece == r"\d+":
+            at = {end for i in at for end in range(i + 1, size + 1) if name[i:end].isdecimal()}
+        elif piece[0] == "(":
+            at = {i + len(word) for i in at for word in piece[1:-1].split("|") if name.startswith(word, i)}
+        elif piece in "^$":
+            at = at & {0 if piece == "^" else size}
+        else:
+            at = {i + 1 for i in at if i < size and (piece == "." or (name[i].isdecimal() if piece == r"\d" else name[i] == piece[-1]))}
+    return False
 
 
 def _merge(tensors: dict[str, TensorSource], given: Mapping[str, TensorSource], adapter: _Adapter, where: str) -> None:
-    """Puts changed tensors in the places of those of the model."""
+    """Puts changed tensors in the places of those of the model: all, or none. One at a time is there in f32."""
     halves: dict[str, dict[str, TensorSource]] = {}
     embeddings: set[str] = set()
-    changed: dict[str, np.ndarray] = {}
+    wholes: dict[str, TensorSource] = {}
+    changed: dict[str, TensorSource] = {}
     for name, source in given.items():
         if half := HALF.fullmatch(name):
             halves.setdefault(half["name"], {})[half["half"]] = source
@@ -127,7 +165,9 @@ def _merge(tensors: dict[str, TensorSource], given: Mapping[str, TensorSource], 
                 embeddings.add(half["name"])
         elif whole := WHOLE.fullmatch(name):
             target = f"{whole['name']}.{whole['end']}"
-            changed[target] = _checked(_values(source), _target(tensors, target, name, where).shape, name, where)
+            base = _target(tensors, target, name, where)
+            wholes[target] = source
+            changed[target] = _stored(base, _checked(_values(source), base.shape, name, where), where)
         else:
             raise UnsupportedError(f"tensor {shown(name)} of the adapter is none that can be merged", who=where)
     for module, parts in halves.items():
@@ -140,10 +180,9 @@ def _merge(tensors: dict[str, TensorSource], given: Mapping[str, TensorSource], 
             raise ModelFileError(f"the halves of {shown(module)} have shapes {list(a.shape)} and {list(b.shape)}; the rank is {adapter.rank(module)}", who=where)
         delta = np.float32(adapter.factor(module)) * (b @ a)  # [out, in]
         delta = delta.T if adapter.transposed or module in embeddings else delta
-        before = changed[target] if target in changed else _values(base)
-        changed[target] = before + _checked(delta, base.shape, module, where)
-    for target, values in changed.items():
-        tensors[target] = _stored(tensors[target], values, where)
+        before = _values(wholes.get(target, base))
+        changed[target] = _stored(base, before + _checked(delta, base.shape, module, where), where)
+    tensors.update(changed)
 
 
 def _target(tensors: Mapping[str, TensorSource], target: str, name: str, where: str) -> TensorSource:

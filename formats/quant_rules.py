@@ -207,5 +207,5 @@ def _fitting(format: str, row: int) -> str | None:
 def _compiled(pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise UsageError(f"{shown(pattern)} is no regular expression: {error}", fix="escape special characters with \\") from None

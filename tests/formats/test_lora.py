@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 import shutil
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from safetensors.numpy import save_file
 from fastllm.core.errors import ModelFileError, UnsupportedError
 from fastllm.core.weights import HostTensor
 from fastllm.formats import open_model
-from fastllm.formats.lora import merge_adapters
+from fastllm.formats.lora import PATTERN, _fits, merge_adapters
+from fastllm.formats.safetensors_file import read_safetensors
+from tests.interface.conftest import byte_tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "models" / "fixtures" / "llama"
 Q, DOWN, EMBED = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
@@ -104,6 +108,56 @@ def test_embeddings_transposed_weights_and_whole_modules(files, adapter):
     np.testing.assert_array_equal(values(files, "lm_head.weight"), head)
 
 
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal"])
+def test_adapters_that_began_with_the_models_own_weights_are_merged(files, adapter, start):
+    folder, halves = adapter(init_lora_weights=start, eva_config={"rho": 2.0} if start == "eva" else None)
+    before = values(files, f"{Q}.weight")
+    merge_adapters(files, [folder])
+    np.testing.assert_array_equal(values(files, f"{Q}.weight"), expected(before, *halves[Q], 2.0))
+
+
+PATTERNS = [
+    "q_proj", "proj", "layers.1.mlp", r"layers\.1\..*", r"model\.layers\.\d+\.mlp.down_proj", "^model.layers.0.self_attn.q_proj", "^q_proj", r".*\.(0|1|22)\..*", "(k|q|down)_proj$", "q_proj$|down_proj",
+    "a|", "|q_proj", "$", "^$", r"layers\.\d", r"\d+", r".*", ".*.*q.*_.*j", "(q|qq)(q|qq)_proj", "mlp.*down", "x.y-z", "q$j", "q^", r"\d\d\..*",
+]  # fmt: skip
+NAMES = [Q, DOWN, EMBED, "q_proj", "xq_proj", "model.layers.22.mlp.down_proj", "layers.1", "qqq_proj", "qqqq_proj", "a.x.y-z", "1", "12.3", "a."]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_fits_as_it_does_in_peft(pattern):
+    assert PATTERN.fullmatch(pattern)
+    for name in NAMES:
+        assert _fits(pattern, name) is (re.fullmatch(rf"(.*\.)?({pattern})", name) is not None), name
+
+
+def test_a_pattern_costs_no_more_than_its_length():
+    assert not _fits(".*a" * 85, "a" * 84 + "b")  # `re` would go back for longer than anybody waits
+    assert _fits("(a|aa)" * 42, "a" * 60)
+
+
+def test_one_tensor_at_a_time_is_there_in_f32(tmp_path):
+    side, count = 256, 24
+    names = [f"model.layers.{i}.q_proj" for i in range(count)]
+    save_file({f"{n}.weight": np.ones((side, side), np.float16) for n in names}, tmp_path / "base.safetensors")
+    halves = {f"base_model.model.{n}.lora_{h}.weight": np.ones((1, side) if h == "A" else (side, 1), np.float32) for n in names for h in "AB"}
+    save_file(halves, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    base = read_safetensors(tmp_path / "base.safetensors")
+    files = SimpleNamespace(kind="huggingface", ready=None, path=tmp_path, tensors=dict(base.tensors))
+    tracemalloc.start()
+    try:
+        merge_adapters(files, [tmp_path])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        base.close()
+    assert (values(files, f"{names[-1]}.weight") == 2).all()
+    assert peak < (2 * count + 4 * 8) * side * side, "what is kept in f16, and eight temporary tensors in f32"
+
+
+HOSTILE = ["(", "(" * 2000, "a{99999999999}", "([a-z_.0-9]+)+!", "(a+)+b", ".*.*" * 65, "", "a" * 257, "[a-z]", "(?:a)", "(a(b))", "a**", r"(a)\1", "(a|b)*"]
+
+
 @pytest.mark.parametrize(
     ("config", "error", "what"),
     [
@@ -116,7 +170,8 @@ def test_embeddings_transposed_weights_and_whole_modules(files, adapter):
         ({"lora_alpha": float("inf")}, ModelFileError, "Infinity"),
         ({"r": 8}, ModelFileError, "the rank is 8"),
         ({"rank_pattern": {"q_proj": -1}}, ModelFileError, "no numbers in range"),
-        ({"alpha_pattern": {"(": 1}}, ModelFileError, "no pattern"),
+        *(({kind: {pattern: 1}}, UnsupportedError, "pattern .* cannot be read") for kind in ("rank_pattern", "alpha_pattern") for pattern in HOSTILE),
+        *(({"init_lora_weights": start}, UnsupportedError, "init_lora_weights") for start in ("pissa", "pissa_niter_4", "PiSSA", "olora", "corda", "loftq", "lora_ga", 3, [])),
         ({"drop": ["lora_B.weight"]}, ModelFileError, "one half"),
         ({"extra": {"base_model.model.model.nosuch.lora_A.weight": np.ones((4, 2), np.float32), "base_model.model.model.nosuch.lora_B.weight": np.ones((2, 4), np.float32)}}, ModelFileError, "which the model has not"),
         ({"extra": {"other": np.ones(2, np.float32)}}, UnsupportedError, "none that can be merged"),
@@ -150,15 +205,12 @@ def test_a_merged_model_runs_and_is_converted(files, adapter, tmp_path):
     for module, (a, b) in halves.items():
         merged[f"{module}.weight"] = expected(merged[f"{module}.weight"], a, b, 2.0)
     save_file(merged, whole / "model.safetensors")
-    spec = importlib.util.spec_from_file_location("interface_conftest", Path(__file__).parents[1] / "interface" / "conftest.py")
-    parts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(parts)
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(FIXTURE / name, model / name)
     for place in (model, whole):
-        (place / "tokenizer.json").write_text(parts.byte_tokenizer().to_str())
+        (place / "tokenizer.json").write_text(byte_tokenizer().to_str())
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     ids = []
     for place, options in ((whole, {}), (model, {"lora": (folder,)}), (model, {})):
