@@ -13,7 +13,8 @@ a node number is never used twice, so a chain cannot be continued from a block t
 
 A model with recurrent state (a gated delta net) needs more than blocks to go on after a prefix: the state after its last token. So
 for such a model a prefix is found only where a **snapshot** of that state was kept with its last block. There are `num_snapshots`
-places for them; the one that was used least recently makes room, and one whose block is given away is gone with it.
+places for them; the one that was used least recently makes room, and one whose block is given away is gone with it. An answer that grows holds
+one place: its next snapshot takes the place of the one before, unless a prompt was found there meanwhile. So a long answer drives no prompt out.
 
 A block is written only by a sequence that is its single owner and only while it is not findable; `reserve` copies it
 otherwise (copy-on-write). The scheduler, in the engine's thread, is the only caller.
@@ -33,11 +34,13 @@ __all__ = ["BlockManager", "SequenceBlocks"]
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """The blocks of one sequence in order of position. num_known: how many of them, from the front, are findable."""
+    """The blocks of one sequence in order of position. num_known: how many of them, from the front, are findable; num_kept: after so many its answer's
+    latest snapshot was kept."""
 
     salt: str
     ids: list[int] = field(default_factory=list)
     num_known: int = 0
+    num_kept: int = 0
 
 
 class BlockManager:
@@ -64,6 +67,7 @@ class BlockManager:
         self._last_node = 0
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # findable block -> snapshot of the state after it; least recently used first
         self._free_snapshots = list(range((num_snapshots or 0) - 1, -1, -1))  # a stack
+        self._passing: set[int] = set()  # blocks whose snapshots are of answers, and have not been found
 
     # counts ---------------------------------------------------------------------------------------------------------
 
@@ -185,23 +189,31 @@ class BlockManager:
         """The snapshot that belongs to the end of a sequence's blocks as `open` found them; it is used most recently now."""
         block = sequence.ids[-1]
         self._snapshots.move_to_end(block)
+        self._passing.discard(block)
         return self._snapshots[block]
 
-    def keep_snapshot(self, sequence: SequenceBlocks, num_tokens: int) -> int | None:
+    def keep_snapshot(self, sequence: SequenceBlocks, num_tokens: int, *, decodes: bool = False) -> int | None:
         """Where the state after num_tokens tokens is to be kept; None where it is kept already, or could not be found again: the tokens
-        are no whole blocks, or not known ones."""
+        are no whole blocks, or not known ones. decodes: they end within the sequence's answer."""
         index, rest = divmod(num_tokens, self.block_size)
         if rest or not 0 < index <= sequence.num_known:
             return None
         block = sequence.ids[index - 1]
         if self._nodes[block] == 0:
             return None
+        before = sequence.ids[sequence.num_kept - 1] if decodes and sequence.num_kept else -1
+        sequence.num_kept = index if decodes else 0
         if block in self._snapshots:
             self._snapshots.move_to_end(block)
+            if not decodes:
+                self._passing.discard(block)
             return None
-        if not self._free_snapshots:
-            _, place = self._snapshots.popitem(last=False)
-            self._free_snapshots.append(place)
+        if before in self._passing:
+            self._drop_snapshot(before)
+        elif not self._free_snapshots:
+            self._drop_snapshot(next(iter(self._snapshots)))
+        if decodes:
+            self._passing.add(block)
         self._snapshots[block] = self._free_snapshots.pop()
         return self._snapshots[block]
 
@@ -253,6 +265,9 @@ class BlockManager:
         if key is not None:
             del self._blocks[key]
             self._keys[block], self._nodes[block] = None, 0
-            place = self._snapshots.pop(block, None)
-            if place is not None:
-                self._free_snapshots.append(place)
+            if block in self._snapshots:
+                self._drop_snapshot(block)
+
+    def _drop_snapshot(self, block: int) -> None:
+        self._free_snapshots.append(self._snapshots.pop(block))
+        self._passing.discard(block)

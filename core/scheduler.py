@@ -284,8 +284,10 @@ class Scheduler:
             if sequence.num_computed // size > sequence.blocks.num_known:
                 self.blocks.commit(sequence.blocks, sequence.tokens, sequence.num_computed)
                 self._write_table(sequence)
-                if self.blocks.keeps_snapshots and (place := self.blocks.keep_snapshot(sequence.blocks, sequence.num_computed)) is not None:
-                    kept.append((sequence.slot, place))
+                if self.blocks.keeps_snapshots:
+                    place = self.blocks.keep_snapshot(sequence.blocks, sequence.num_computed, decodes=part.start >= sequence.num_prompt)
+                    if place is not None:
+                        kept.append((sequence.slot, place))
             if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
                 self._fork(sequence)
         return kept

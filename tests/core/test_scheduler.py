@@ -332,6 +332,31 @@ def test_a_generated_text_is_found_again_at_the_end_of_its_last_block():
     bench.finish()
 
 
+def test_a_long_answer_drives_no_prompt_out_and_its_own_end_is_found():
+    bench = Bench(num_blocks=128, max_blocks=64, stateful=True, num_snapshots=4, max_tokens=16)
+    prompt, other = list(range(9)), [30, 1, 2, 3, 4]
+    bench.submit(other, max_new=1)
+    bench.finish()
+    (long,) = bench.submit(prompt, max_new=80)  # 20 blocks
+    bench.finish()
+    text = long.tokens[: long.num_tokens]
+    assert [len(bench.blocks.find(np.array(p, np.int32))) for p in (prompt, other)] == [2, 1]
+    assert len(bench.blocks.find(text)) == 22
+    assert len(bench.blocks._snapshots) == 3
+
+
+def test_where_a_prompt_went_on_from_an_answer_the_snapshot_stays():
+    bench = Bench(num_blocks=128, max_blocks=64, stateful=True, num_snapshots=4, max_tokens=16)
+    (long,) = bench.submit([1, 2, 3], max_new=40)
+    while long.num_computed < 20:
+        bench.step()
+    half = [*long.tokens[:20].tolist(), 5]
+    (second,) = bench.submit(half, max_new=1)
+    bench.finish()
+    assert second.num_cached == 20
+    assert len(bench.blocks.find(np.array(half, np.int32))) == 5
+
+
 def test_choices_of_a_prompt_with_recurrent_state_share_it():
     bench = Bench(num_blocks=32, stateful=True, num_snapshots=2, max_tokens=32)
     _, *others = bench.submit(list(range(10)), max_new=3, n=3)
@@ -398,6 +423,7 @@ class Scheduling(RuleBasedStateMachine):
         assert blocks._refs == [sum(ids.count(b) for ids in held) for b in range(blocks.num_blocks)]
         assert blocks.num_free + blocks.num_used + blocks.num_cached == blocks.num_blocks
         assert all(blocks._nodes[b] for b in blocks._snapshots)
+        assert blocks._passing <= blocks._snapshots.keys()
         if bench.runner.stateful:
             assert sorted([*blocks._snapshots.values(), *blocks._free_snapshots]) == list(range(bench.runner.num_snapshots))
         slots = [s.slot for s in bench.scheduler.running]
