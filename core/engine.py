@@ -331,7 +331,7 @@ class Engine:
                 continue  # without blocks: parked meanwhile; it computes this row again, and draws the same token
             try:
                 self._deliver(choice, part, ids, result)
-            except Exception as error:  # not finite, or too little memory for log-probabilities: this request's matter
+            except BaseException as error:  # not finite, or too little memory for log-probabilities, a panic of its constraint: this request's matter
                 self._fail_job(choice.job, error)
 
     def _keep_states(self, step: ScheduledStep, kept: list[tuple[int, int]]) -> bool:
@@ -408,7 +408,7 @@ class Engine:
                     try:
                         mask = choice.constraint.mask()
                         masks[-1] = None if mask is None else self._checked_mask(mask)
-                    except Exception as error:
+                    except BaseException as error:  # also a panic of its library, which is no Exception
                         self._fail_job(choice.job, error)
         if all(mask is None for mask in masks):
             return None

@@ -124,7 +124,7 @@ class Matcher:
         """Computes the mask that was asked for; in the worker's thread."""
         try:
             self._compute()
-        except Exception as error:  # the thread is everybody's
+        except BaseException as error:  # the thread is everybody's, and a panic of the library is no Exception
             self._error = EngineError("the grammar of this answer cannot be followed", why=f"{type(error).__name__}: {error}")
         finally:
             self._done.release()
@@ -346,7 +346,9 @@ class GrammarCompiler:
                 self._library = self._open_library()
         try:
             matcher = llguidance.LLMatcher(self._library, source(), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-        except Exception as error:  # the library raises its own classes, and some that are no class of its own
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises its own classes, some that are no class of its own, and panics, which are no Exception
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
             raise refused("it cannot be enforced", _first_lines(matcher.get_error()), param)

@@ -105,30 +105,35 @@ def test_neighbours_change_nothing_and_are_not_changed():
             assert [e.token_id for e in handle] == expected
 
 
+class PanicError(BaseException):
+    """As a library's of another language: no Exception."""
+
+
 class Breaks(Only):
     """Raises on the n-th question."""
 
-    def __init__(self, when, what):
+    def __init__(self, when, what, panics):
         super().__init__(*[range(VOCAB)] * 50)
-        self.when, self.what = when, what
+        self.when, self.what, self.panics = when, what, panics
 
     def mask(self):
         if self.what == "mask" and self.at == self.when:
-            raise ValueError("the grammar is lost")
+            raise (PanicError if self.panics else ValueError)("the grammar is lost")
         return super().mask()
 
     def accept(self, token_id):
         if self.what == "accept" and self.at == self.when:
-            raise EngineError("the grammar is lost")
+            raise (PanicError if self.panics else EngineError)("the grammar is lost")
         return super().accept(token_id)
 
 
 @pytest.mark.parametrize("what", ["mask", "accept"])
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_constraint_that_fails_fails_alone(engine, what, when):
+@pytest.mark.parametrize("panics", [False, True])
+def test_a_constraint_that_fails_fails_alone(engine, what, when, panics):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     good = [engine.submit(Request([i, 2], params, end_ids=[7])) for i in range(3)]
-    bad = engine.submit(Request([1, 2, 3], params, constraint=lambda: Breaks(when, what)))
+    bad = engine.submit(Request([1, 2, 3], params, constraint=lambda: Breaks(when, what, panics)))
     with pytest.raises(EngineError, match="the grammar is lost"):
         list(bad)
     for i, handle in enumerate(good):

@@ -271,6 +271,36 @@ def test_an_error_of_the_worker_is_the_answers_own_and_the_next_mask_is_computed
     assert other.mask().any()
 
 
+class PanicException(BaseException):
+    """As the library's: no Exception."""
+
+
+def panic(*_):
+    raise PanicException("index out of bounds")
+
+
+def test_a_panic_of_the_library_is_the_answers_own_and_the_next_mask_is_computed(compiler, monkeypatch):
+    grammar = compiler.regex("[ab]{9}")
+    matcher, other = grammar(), grammar()
+    with monkeypatch.context() as patch:
+        patch.setattr(matcher, "_compute", panic)
+        matcher._ready = None
+        matcher.ahead()
+        with pytest.raises(EngineError, match="PanicException: index out of bounds"):
+            matcher.mask()
+    other._ready = None
+    other.ahead()
+    assert other._done.acquire(timeout=30), "the thread of masks is gone"
+    other._done.release()
+    assert other.mask().any()
+
+
+def test_a_panic_while_a_grammar_is_read_refuses_it(compiler, monkeypatch):
+    monkeypatch.setattr("fastllm.text.grammar.llguidance.LLMatcher.grammar_from_regex", panic)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        compiler.regex("[ab]{9}")
+
+
 def test_the_thread_of_masks_ends_when_nobody_has_its_worker():
     worker = Worker()
     matcher = type("Asked", (), {"work": lambda self: None})()
