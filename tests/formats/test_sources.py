@@ -14,6 +14,7 @@ import pytest
 from fastllm.core.errors import DownloadError, FastLLMError, ModelNotFound, UsageError
 from fastllm.formats import ALIASES, cache, list_cached, open_model, resolve, sources
 from fastllm.formats.cache import Hooks, read_roots, writable_root
+from fastllm.formats.hub_source import FetchOptions
 from fastllm.formats.pypi_source import Package
 
 
@@ -41,6 +42,28 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"x")
     assert resolve("~/m.gguf") == tmp_path / "m.gguf"
+
+
+def test_a_model_that_is_here_is_copied_to_the_folder_that_was_asked_for(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "original").mkdir(parents=True)
+    parts = [f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for name in ("m.gguf", "config.json", *parts, "m-00002-of-00003.gguf", "x-00002-of-00002.gguf", "original/weights.pth"):
+        (source / name).write_text(name)
+    (source / "lost.gguf").symlink_to("nowhere")
+
+    def copied(path, folder):
+        found = resolve(str(path), how=FetchOptions(local_dir=folder))
+        return found, {p.name: p.read_text() for p in folder.iterdir()}
+
+    assert copied(source / "m.gguf", out / "one") == (out / "one" / "m.gguf", {"m.gguf": "m.gguf"})
+    assert copied(source / parts[0], out / "set") == (out / "set" / parts[0], {p: p for p in parts})
+    files = {p.name: p.name for p in source.iterdir() if p.is_file()}
+    assert copied(source, out / "all") == (out / "all", files)
+    assert resolve(str(source / "m.gguf"), how=FetchOptions(local_dir=source)) == source / "m.gguf"
+    assert resolve(str(source), how=FetchOptions(local_dir=source)) == source
+    with pytest.raises(ModelNotFound, match="leads nowhere"):
+        copied(source / "lost.gguf", out / "lost")
 
 
 @pytest.mark.parametrize(
