@@ -114,6 +114,7 @@ class Generation:
         self.constraint: Callable[[], TokenConstraint] | None = None  # set before `submit`
         self.answers = [Answer(self, p, c, p * self.n + c) for p in range(len(ready.prompts)) for c in range(self.n)]
         self._handles: list[RequestHandle] = []
+        self._timings: dict[int, Timings] = {}  # prompt -> of the event that is being written
         self._left = len(ready.prompts)
         self._end_ids = sorted(set(self.tokenizer.end_ids))
         self.error: FastLLMError | None = None
@@ -195,12 +196,12 @@ class Generation:
     def _on_progress(self, number: int) -> Callable[[int, int], None]:
         """For the engine's thread."""
         put, take = self._runtime.bridge.put, self._take_progress
-        return lambda done, cached: put(take, number, done, cached)
+        return lambda done, cached: put(take, number, done, cached, time.monotonic())
 
-    def _take_progress(self, number: int, done: int, cached: int) -> None:
-        """On the loop: so much of a prompt has been read."""
+    def _take_progress(self, number: int, done: int, cached: int, at: float) -> None:
+        """On the loop: so much of a prompt had been read then."""
         if not self.done.is_set() and self._send is not None:
-            time_ms = round((time.monotonic() - self.submitted_at) * 1e3, 3)
+            time_ms = round((at - self.submitted_at) * 1e3, 3)
             told = {"total": len(self.ready.prompts[number]), "cache": cached, "processed": done, "time_ms": time_ms}
             self._send(self.writer.progress({"index": number, **told} if len(self.ready.prompts) > 1 else told))
 
@@ -211,18 +212,19 @@ class Generation:
 
         def on_event(handle: RequestHandle, event: TokenEvent | None) -> None:
             if event is not None and event.finish_reason is None and event.index in begun:
-                put(take, number, handle, event, time.monotonic(), urgent=False)
+                put(take, number, handle, event, time.monotonic(), handle.timings, urgent=False)
             else:
                 if event is not None:
                     begun.add(event.index)
-                put(take, number, handle, event, time.monotonic())
+                put(take, number, handle, event, time.monotonic(), handle.timings)
 
         return on_event
 
-    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None, at: float) -> None:
-        """On the loop: one event of a prompt, or its end. at: when it happened."""
+    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None, at: float, timings: Timings) -> None:
+        """On the loop: one event of a prompt, or its end. at, timings: when it happened, and the handle's then (by now it may be steps ahead)."""
         if self.done.is_set():
             return
+        self._timings[number] = timings
         try:
             if event is None:
                 self._end_prompt(handle)
@@ -321,7 +323,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens and times; final once it is done."""
-        timings = [handle.timings for handle in self._handles]
+        timings = [handle.timings if self.done.is_set() else self._timings.get(i, handle.timings) for i, handle in enumerate(self._handles)]
         return Usage(
             prompt_tokens=sum(len(p) for p in self.ready.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self.answers),

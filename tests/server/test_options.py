@@ -97,7 +97,7 @@ def test_a_prompt_in_the_log_is_one_line(capsys):
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HI}), (TEXT, {"prompt": "Hi"})])
 def test_times_of_each_token(http, parse, path, body):
-    full = {**body, "max_tokens": 6, "ignore_eos": True, "stream": True, "timings_per_token": True}
+    full = {**body, "max_tokens": 6, "seed": 7, "ignore_eos": True, "stream": True, "timings_per_token": True}
     events = [e for e in parse(http.post(path, json=full).content) if isinstance(e, dict)]
     if path == CHAT:
         assert "timings" not in events.pop(0)  # the role, which is no token
@@ -105,6 +105,10 @@ def test_times_of_each_token(http, parse, path, body):
     assert counts == sorted(counts)
     assert counts[-1] == 6
     assert all(e["timings"]["prompt_n"] + e["timings"]["cache_n"] > 0 for e in events)
+    times = {n: {e["timings"]["predicted_ms"] for e in events if e["timings"]["predicted_n"] == n} for n in counts}
+    told = [t for n in sorted(times) for t in sorted(times[n])]
+    assert told == sorted(set(told)), "each token has a time of its own, also of those that leave together"
+    assert len(told) == len(times) > 2
     assert "timings" not in parse(http.post(path, json={**full, "timings_per_token": False}).content)[0]
 
 
