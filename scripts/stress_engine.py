@@ -5,7 +5,8 @@
 Requests of known answer (greedy and drawn, several choices, penalties, log-probabilities of answer and prompt, grammars; prompts that share beginnings)
 are answered alone first, by an engine without prefix cache. Then they run among others in an engine whose cache is too small for all of them:
 requests are submitted in bursts, cancelled whole or by choice, paused and resumed, also while a step runs; sequences are preempted, computed again,
-found in the cache. Afterwards no block may be left. Each difference is printed with the seed and the round, and the exit code is 1.
+found in the cache. Afterwards no block may be left. Each difference is printed with the seed and the round, and the exit code is 1. The seed gives the
+requests, the limits, and what each round draws; when a step ends, and so what it meets, is the clock's: a fault may need several runs to come again.
 
 It looks for what a soak of the server would show as "a probe has another answer": blocks that are freed while somebody still writes them, blocks
 that are found and hold something else, samplers that lose their place, kernels whose rows depend on their neighbours.
@@ -18,11 +19,12 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastllm import LLM, SamplingParams
-from fastllm.core.errors import Cancelled, QueueFull
+from fastllm.core.errors import Cancelled, FastLLMError, QueueFull
 from fastllm.core.request import Request, RequestHandle, Result
 
 BLOCK = 64
@@ -40,20 +42,24 @@ class Known:
 
 @dataclass
 class Stress:
-    """One model under random schedules. faults: what differed."""
+    """One model under random schedules. faults: what differed. rng: of the round; amid_rng: of the engine's thread, which draws when it likes."""
 
     llm: LLM
-    rng: random.Random
+    seed: int
     known: list[Known]
+    rng: random.Random = field(default_factory=random.Random)
+    amid_rng: random.Random = field(default_factory=random.Random)
+    round: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     running: list[tuple[RequestHandle, Known | None]] = field(default_factory=list)
 
     def amid(self) -> None:
         """In the engine's thread, while a step runs: clients stall, read on, leave."""
-        if self.running and self.rng.random() < 0.3:
-            handle, known = self.rng.choice(self.running)
-            kind = self.rng.random()
+        running = tuple(self.running)  # others come and go meanwhile
+        if running and self.amid_rng.random() < 0.3:
+            handle, known = self.amid_rng.choice(running)
+            kind = self.amid_rng.random()
             if kind < 0.4:
                 handle.pause()
                 handle.resume()
@@ -71,6 +77,9 @@ class Stress:
                 handle = self.llm.loaded.engine.submit(known.request if known else Request(noise, params))
             except QueueFull:
                 self.counts["refused"] += 1
+                return
+            except FastLLMError as error:
+                self.fault(f"a request is not taken: {error}")
                 return
             self.running.append((handle, known))
 
@@ -101,21 +110,30 @@ class Stress:
             except Cancelled:
                 self.counts["cancelled"] += 1
                 continue
+            except (FastLLMError, TimeoutError) as error:
+                self.fault(f"a request {'of known answer ' if known else ''}failed: {error}")
+                continue
             self.counts["ended"] += 1
             if known is not None:
-                self.counts["compared"] += 1
-                if found != known.answer:
-                    self.fault(known, found)
+                self.compare(known, found)
 
-    def fault(self, known: Known, found: Any) -> None:
+    def compare(self, known: Known, found: Any) -> None:
         """Notes a difference."""
-        params = {name: value for name, value in vars(known.request.params).items() if value is not None}
-        self.faults.append(f"a prompt of {len(known.request.prompt_ids)} tokens, {params}:\n   alone {known.answer!r:.300}\n   here  {found!r:.300}")
+        self.counts["compared"] += 1
+        if found != known.answer:
+            params = {name: value for name, value in vars(known.request.params).items() if value is not None}
+            self.fault(f"a prompt of {len(known.request.prompt_ids)} tokens, {params}:\n   alone {known.answer!r:.300}\n   here  {found!r:.300}")
 
-    def run(self, seconds: float) -> None:
-        """Random schedules for so long."""
+    def fault(self, text: str) -> None:
+        """Notes what is wrong."""
+        self.faults.append(f"seed {self.seed}, round {self.round}: {text}")
+
+    def run(self, seconds: float, enough: Callable[[Stress], Any]) -> None:
+        """Random schedules for so long, or until it is enough."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and len(self.faults) < 5:
+        while time.monotonic() < end and len(self.faults) < 5 and not enough(self):
+            self.round += 1
+            self.rng = random.Random(f"{self.seed} {self.round}")
             if len(self.running) < self.rng.choice((2, 8, 20)):
                 self.submit()
             if self.running and self.rng.random() < 0.5:
@@ -125,6 +143,19 @@ class Stress:
             time.sleep(self.rng.choice((0.0, 0.001, 0.01, 0.05)))
             self.collect()
         self.collect(wait=True)
+
+    def alone(self) -> None:
+        """The requests of known answer once more, one by one, with all that is cached."""
+        for one in self.known:
+            try:
+                self.compare(one, told(self.llm.loaded.engine.submit(one.request).result(WAIT_S)))
+            except (FastLLMError, TimeoutError) as error:
+                self.fault(f"a request fails at the end: {error}")
+
+    def seen(self) -> Counter[str]:
+        """What happened so far: counts of requests, and of the engine."""
+        stats = self.llm.loaded.engine.stats()
+        return self.counts + Counter(preempted=stats.preemptions, found=stats.prefix_hit_tokens, steps=stats.steps)
 
 
 def told(result: Result) -> Any:
@@ -149,8 +180,10 @@ def requests(llm: LLM, rng: random.Random, count: int) -> list[Known]:
     return made
 
 
-def stress_model(model: str, seconds: float, seed: int, *, count: int = 48, cache: int = 448, **options: Any) -> Stress:
-    """Loads a model twice, and puts it under random schedules for so long. options: of the model, for both."""
+def stress_model(
+    model: str, seconds: float, seed: int, *, count: int = 48, cache: int = 448, enough: Callable[[Stress], Any] = lambda stress: False, **options: Any
+) -> Stress:
+    """Loads a model twice, and puts it under random schedules for so long, or until it is enough. options: of the model, for both."""
     rng = random.Random(seed)
     with LLM(model, prefix_cache=False, max_batch_size=4, **options) as llm:
         known = requests(llm, rng, count)
@@ -160,7 +193,8 @@ def stress_model(model: str, seconds: float, seed: int, *, count: int = 48, cach
     with LLM(model, kv_cache_tokens=cache, max_queue=32, **shape, **options) as llm:
         for one in known:  # a grammar belongs to the tokenizer of its engine
             one.request = one.request if one.request.constraint is None else replace(one.request, constraint=llm.grammars.json_schema(SCHEMA))
-        stress, engine = Stress(llm, rng, known), llm.loaded.engine
+        stress, engine = Stress(llm, seed, known), llm.loaded.engine
+        stress.amid_rng.seed(seed)
         run = engine._runner.run
 
         def disturbed(batch: Any) -> Any:
@@ -169,18 +203,15 @@ def stress_model(model: str, seconds: float, seed: int, *, count: int = 48, cach
             return result
 
         engine._runner.run = disturbed  # type: ignore[method-assign]
-        stress.run(seconds)
-        for one in known:  # and now alone again, with all that is cached
-            found = told(engine.submit(one.request).result(WAIT_S))
-            if found != one.answer:
-                stress.fault(one, found)
+        stress.run(seconds, enough)
+        stress.alone()
         end = time.monotonic() + 5
         while engine.stats().blocks_used and time.monotonic() < end:
             time.sleep(0.01)
         stats = engine.stats()
         if stats.blocks_used or stats.running or stats.waiting:
-            stress.faults.append(f"left behind: {stats.blocks_used} blocks, {stats.running} that run, {stats.waiting} that wait")
-        stress.counts += Counter(preempted=stats.preemptions, found=stats.prefix_hit_tokens, steps=stats.steps)
+            stress.fault(f"left behind: {stats.blocks_used} blocks, {stats.running} that run, {stats.waiting} that wait")
+        stress.counts = stress.seen()
     return stress
 
 
