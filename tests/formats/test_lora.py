@@ -136,7 +136,7 @@ def test_a_pattern_costs_no_more_than_its_length():
 
 
 def test_one_tensor_at_a_time_is_there_in_f32(tmp_path):
-    side, count = 256, 24
+    side, count = 256, 48
     names = [f"model.layers.{i}.q_proj" for i in range(count)]
     save_file({f"{n}.weight": np.ones((side, side), np.float16) for n in names}, tmp_path / "base.safetensors")
     halves = {f"base_model.model.{n}.lora_{h}.weight": np.ones((1, side) if h == "A" else (side, 1), np.float32) for n in names for h in "AB"}
@@ -152,7 +152,7 @@ def test_one_tensor_at_a_time_is_there_in_f32(tmp_path):
         tracemalloc.stop()
         base.close()
     assert (values(files, f"{names[-1]}.weight") == 2).all()
-    assert peak < (2 * count + 4 * 8) * side * side, "what is kept in f16, and eight temporary tensors in f32"
+    assert peak < (2 * count + 4 * 12) * side * side, "what is kept in f16, and twelve temporary tensors in f32"
 
 
 HOSTILE = ["(", "(" * 2000, "a{99999999999}", "([a-z_.0-9]+)+!", "(a+)+b", ".*.*" * 65, "", "a" * 257, "[a-z]", "(?:a)", "(a(b))", "a**", r"(a)\1", "(a|b)*"]
