@@ -152,7 +152,7 @@ def test_one_tensor_at_a_time_is_there_in_f32(tmp_path):
         tracemalloc.stop()
         base.close()
     assert (values(files, f"{names[-1]}.weight") == 2).all()
-    assert peak < (2 * count + 4 * 12) * side * side, "what is kept in f16, and twelve temporary tensors in f32"
+    assert peak < (4 * count + 4 * 12) * side * side, "what is kept in f16 with what its memory takes, and twelve temporary tensors in f32"
 
 
 HOSTILE = ["(", "(" * 2000, "a{99999999999}", "([a-z_.0-9]+)+!", "(a+)+b", ".*.*" * 65, "", "a" * 257, "[a-z]", "(?:a)", "(a(b))", "a**", r"(a)\1", "(a|b)*"]

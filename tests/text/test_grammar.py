@@ -286,8 +286,9 @@ def test_a_panic_of_the_library_is_the_answers_own_and_the_next_mask_is_computed
         patch.setattr(matcher, "_compute", panic)
         matcher._ready = None
         matcher.ahead()
-        with pytest.raises(EngineError, match="PanicException: index out of bounds"):
+        with pytest.raises(EngineError, match="cannot be followed") as caught:
             matcher.mask()
+        assert caught.value.why == "PanicException: index out of bounds"
     other._ready = None
     other.ahead()
     assert other._done.acquire(timeout=30), "the thread of masks is gone"
