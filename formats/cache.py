@@ -78,7 +78,7 @@ class CachedModel:
 
 def _explicit_root(cache_dir: str | os.PathLike[str] | None) -> Path | None:
     named = os.fspath(cache_dir) if cache_dir else os.environ.get("FASTLLM_HOME", "")
-    return Path(named).expanduser().absolute() if named else None
+    return Path(os.path.expanduser(named)).absolute() if named else None
 
 
 def _home_root() -> Path | None:

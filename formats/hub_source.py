@@ -191,7 +191,7 @@ def hub_cache(cache_dir: str | os.PathLike[str] | None) -> Path:
         return Path(cache_dir) / "hub"
     for variable, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser() / below
+            return Path(os.path.expanduser(os.environ[variable])) / below
     return Path(os.path.expanduser("~")) / ".cache" / "huggingface" / "hub"
 
 

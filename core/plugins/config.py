@@ -77,7 +77,7 @@ def user_file(env: Mapping[str, str]) -> Path:
     """The user's plugins.toml, which need not exist: in the folder `$FASTLLM_CONFIG`, else in the platform's configuration
     folder. Raises ConfigError if `FASTLLM_CONFIG` is set to something that is not a folder."""
     if given := env.get("FASTLLM_CONFIG"):
-        folder = Path(given).expanduser()
+        folder = Path(os.path.expanduser(given))
         if not folder.is_dir():
             raise ConfigError(
                 f"FASTLLM_CONFIG={given} is not a folder",
@@ -96,7 +96,7 @@ def load_config(env: Mapping[str, str], plugins_file: str | os.PathLike[str] | N
     if (user := user_file(env)).is_file():
         layers.append(("user", user))
     if plugins_file is not None:
-        layers.append(("--plugins-file", Path(plugins_file).expanduser()))
+        layers.append(("--plugins-file", Path(os.path.expanduser(plugins_file))))
     merged: dict[tuple[str, ...], Setting] = {}
     for layer, path in layers:
         settings = _read_layer(layer, path)

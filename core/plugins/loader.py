@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import time
@@ -127,7 +128,7 @@ def _import(source: Source) -> ModuleType:
 
 def file_source(path: Path) -> Source:
     """The source of `--plugin PATH`. Its module name holds a hash, so that two files of one name do not collide."""
-    file = path.expanduser().resolve()
+    file = Path(os.path.expanduser(path)).resolve()
     digest = sha256(str(file).encode()).hexdigest()[:8]
     stem = re.sub(r"\W", "_", file.stem)
     return Source(f"fastllm_plugin_{stem}_{digest}", str(path), file=file)

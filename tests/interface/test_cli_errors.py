@@ -244,6 +244,11 @@ def test_a_broken_plugin_is_3(refused, tiny_model, tmp_path):
     refused(tiny_model, 3, "the driver said no", args=("--prompt", "x", "--plugin", plugin, "--backend", "acme"))
 
 
+def test_a_home_of_nobody_is_a_file_that_is_not_there(refused, tiny_model):
+    refused(tiny_model, 2, "~nosuch/p.py", args=("--prompt", "x", "--plugin", "~nosuch/p.py"))
+    refused(tiny_model, 2, "~nosuch/p.toml", args=("--prompt", "x", "--plugins-file", "~nosuch/p.toml"))
+
+
 def test_an_unavailable_backend_is_4(refused, run, tiny_model, tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(PLUGIN)
