@@ -127,22 +127,26 @@ TARGETS = (
     _beats(ONE, "prefill", {"tokens": 512}, 1.2, "llama.cpp-avx2"),
     Target("8 streams over one, 1B int4", ("engine", ONE, "batch", {"streams": 8}), 5.0, "value", other=("engine", ONE, "decode", START)),
     Target("32 streams over one, 1B int4", ("engine", ONE, "batch", {"streams": 32}), 12.0, "value", other=("engine", ONE, "decode", START)),
-    Target("mixed load: longest gap over the median gap", ("engine", ONE, "mixed load, longest gap", {}), 3.0, at_most=True),
+    *(Target(f"mixed load: longest gap over the median gap, {m}", ("engine", m, "mixed load, longest gap", {}), 3.0, at_most=True) for m in (ONE, "smollm2")),
     Target("decode at context 4,096 of the limit with cache bytes", ("engine", ONE, "decode", {"context": 4096}), 0.85),
     _decode("moe64-q4_0", 0.85),
-    Target("Python and scheduling, µs a step", ("engine", "smollm2", "step overhead, Python", {}), 50.0, "value", at_most=True),
-    Target(
-        "sampling with defaults, 262,144 entries, µs (3 % of a step of gemma3-270m)",
-        ("engine", "smollm2", "sampling", {"settings": "defaults"}),
-        0.03,
-        "value",
-        at_most=True,
-        other=("engine", "gemma3-270m", "decode", START),
+    *(Target(f"Python and scheduling of {m}, µs a step", ("engine", m, "step overhead, Python", {}), 50.0, "value", at_most=True) for m in (ONE, "smollm2", "gemma3-270m")),
+    *(
+        Target(
+            f"sampling with {settings}, 262,144 entries, µs (3 % of a step of gemma3-270m)",
+            ("engine", "smollm2", "sampling", {"settings": settings}),
+            0.03,
+            "value",
+            at_most=True,
+            other=("engine", "gemma3-270m", "decode", START),
+        )
+        for settings in ("defaults", "all tokens")
     ),
     Target("idle CPU, % of a core", ("engine", "smollm2", "idle CPU", {}), 0.5, "value", at_most=True),
     Target("import fastllm, s", ("engine", "smollm2", "import fastllm", {}), 0.15, "value", at_most=True),
-    Target("smollm2, command to first token, s", ("engine", "smollm2", "command to first token", {}), 0.6, "value", at_most=True),
-    Target("peak memory over packed weights and cache, 1B", ("engine", ONE, "peak memory", {}), 1.15, at_most=True),
+    Target("smollm2 (GGUF), command to first token, s", ("engine", "smollm2", "command to first token", {}), 0.6, "value", at_most=True),
+    Target("smollm2 (FLM), command to first token, s", ("engine", "smollm2.flm", "command to first token", {}), 0.4, "value", at_most=True),
+    *(Target(f"peak memory over packed weights and cache, {m}", ("engine", m, "peak memory", {}), 1.15, at_most=True) for m in (ONE, "smollm2", "gemma3-270m")),
 )
 
 
