@@ -1,4 +1,4 @@
-"""Tiny seeded models of thirteen architectures, saved as real files: loader, packing and planner are in the test with the backend.
+"""Tiny seeded models of twelve architectures, saved as real files: loader, packing and planner are in the test with the backend.
 
 2 layers, hidden size 64, vocabulary 257, weights of standard deviation 1.5/√fan-in, norms 1 ± 0.3, no zero biases: with the
 usual 0.02 wrong models pass. Files are safetensors folders in f32, f16 or bf16, and GGUF in Q8_0 and Q4_0.

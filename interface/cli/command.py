@@ -159,6 +159,8 @@ class Command(click.Command):
         for parameter in self.params:
             if isinstance(parameter, ModelArgument) and parameter.needed and params["model"] is None:
                 raise click.MissingParameter(ctx=ctx, param=parameter)
+        if params["model"] is not None and not params["model"].strip():  # a script's variable that is not set must not mean the default
+            raise click.UsageError("MODEL is empty: name one, or leave it out", ctx)
         return params["model"]
 
     def _own_model(self, ctx: click.Context) -> str:

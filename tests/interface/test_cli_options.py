@@ -496,3 +496,10 @@ def test_commands_and_choices_take_dashes_and_underscores(run, tiny_model):
 
 def test_the_configuration_of_a_file_itself(run, tiny_model):
     assert json.loads(run("inspect", tiny_model, "--dump-config").out) == json.loads((tiny_model / "config.json").read_text())
+
+
+@pytest.mark.parametrize("arguments", [("run", ""), ("run", "-p", " "), ("show", ""), ("server", "")])
+def test_an_empty_name_of_a_model_is_not_the_default(run, arguments):
+    done = run(*arguments)
+    assert done.code == 2
+    assert "MODEL is empty" in done.err
