@@ -3,7 +3,8 @@
 A step of eight sequences gives eight events in a row. Waking the loop for each would cost more than writing them out, and the two threads would
 fight for Python's lock: the engine wakes the loop when it is about to compute the next step, without the lock, and does not wait for it. Most of what
 a wake-up costs is fetching the server's own code and data, which the step has driven out of the processor's caches: so a small model, whose steps take
-a few milliseconds, does not wake the loop for each. First and last tokens do not wait.
+a few milliseconds, does not wake the loop for each. First and last tokens do not wait. Where a step takes longer than the engine thought, the loop looks
+for itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = ["Bridge"]
 
 
 EVERY_S: Final = 0.020  # steps that are quicker bring their tokens together: at least that often, text leaves
+LATE_S: Final = 0.025  # after so long without a wake-up the loop takes what waits
 
 
 class Bridge:
@@ -29,6 +31,7 @@ class Bridge:
         self._queue: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = self._urgent = False
         self._woken_at = 0.0
+        self._late: asyncio.TimerHandle | None = None
 
     def put(self, receiver: Callable[..., None], *args: Any, urgent: bool = True) -> None:
         """Queues receiver(*args) for the loop, which is told by `wake`; urgent: by the next one."""
@@ -48,6 +51,9 @@ class Bridge:
 
     def _flush(self) -> None:
         self._woken = False  # before the queue is read: whoever comes now wakes the loop again
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self._loop.call_later(LATE_S, self._flush) if self._queue else None
         while self._queue:
             receiver, args = self._queue.popleft()
             receiver(*args)

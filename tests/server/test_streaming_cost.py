@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from unittest import mock
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from fastllm.server import bridge as bridges
-from fastllm.server.bridge import EVERY_S, Bridge
+from fastllm.server.bridge import EVERY_S, LATE_S, Bridge
 from fastllm.server.metrics import SECONDS, Tally
 from fastllm.server.sse import SLOT, Chunks, frame
 
@@ -18,13 +19,18 @@ class Loop:
     """Counts wake-ups; `turn` is what the loop does then."""
 
     def __init__(self):
-        self.woken, self.closed, self._calls = 0, False, []
+        self.woken, self.closed, self._calls, self.timers = 0, False, [], []
 
     def call_soon_threadsafe(self, call):
         if self.closed:
             raise RuntimeError("Event loop is closed")
         self.woken += 1
         self._calls.append(call)
+
+    def call_later(self, delay, call):
+        self.timers.append(mock.Mock(delay=delay, call=call, cancelled=False))
+        self.timers[-1].cancel.side_effect = lambda timer=self.timers[-1]: setattr(timer, "cancelled", True)
+        return self.timers[-1]
 
     def turn(self):
         calls, self._calls = self._calls, []
@@ -81,6 +87,35 @@ def test_slow_steps_first_tokens_and_what_nothing_follows_wake_at_once(clock):
         bridge.wake(next_s)
         loop.turn()
         assert loop.woken == before + 1, (urgent, next_s)
+
+
+def test_the_loop_takes_what_waits_for_a_step_that_does_not_end(clock):
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+    bridge.put(got.append, 1)
+    bridge.wake(0.001)
+    loop.turn()
+    bridge.put(got.append, 2, urgent=False)
+    bridge.wake(0.001)  # a step of a millisecond, thinks the engine; and stands
+    loop.turn()
+    assert (got, loop.woken) == ([1], 1)
+    (timer,) = loop.timers
+    assert timer.delay == LATE_S
+    timer.call()
+    assert got == [1, 2]
+    assert not loop.timers[1].cancelled
+    loop.timers[1].call()
+    assert len(loop.timers) == 2, "nothing has come: nobody looks again"
+
+
+def test_a_wake_up_puts_the_look_off(clock):
+    loop = Loop()
+    bridge = Bridge(loop)
+    for _ in range(3):
+        bridge.put(lambda: None)
+        bridge.wake()
+        loop.turn()
+    assert [timer.cancelled for timer in loop.timers] == [True, True, False]
 
 
 def test_a_closed_loop_is_no_matter_of_the_engine():
