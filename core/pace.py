@@ -21,7 +21,7 @@ from typing import Final
 
 __all__ = ["Pace"]
 
-STRETCH: Final = 1.8  # a mixed step, in steps of decodes alone; the rest to 3 is for the slowest of a hundred steps (measured: 1.2 to 1.5 times the mean)
+STRETCH: Final = 1.8  # a mixed step, in steps of decodes alone; the rest to 3 is for the slowest of a hundred steps (1.2 to 1.5 times the mean in calm rounds: docs/performance.md)
 LEAST_TOKENS: Final = 4  # prompts go on, however slow the machine is
 FIRST_TOKENS: Final = 16  # before the cost of a prompt token is known
 MANY_TOKENS: Final = 64  # so many tell what one costs, even where they cost little beside the decodes

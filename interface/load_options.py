@@ -92,10 +92,10 @@ class LoadOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise UsageError(f"{name} is {value!r}; it must be an integer from {low} to {high:,}", fix=f"--{name.replace('_', '-')} {max(low, 1)}")
-        for name in ("ctx", "kv_cache_tokens"):
+        for name, fix in (("ctx", "--ctx 4096"), ("kv_cache_tokens", "--kv-cache-size 4096tok")):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 8):
-                raise UsageError(f"{name} is {value!r}; it must be at least 8 tokens", fix=f"--{name.replace('_', '-')} 4096")
+                raise UsageError(f"{name} is {value!r}; it must be at least 8 tokens", fix=fix)
         if self.kv_cache_tokens is not None and self.kv_cache_bytes is not None:
             raise UsageError("kv_cache_tokens and kv_cache_bytes are two sizes of one cache", fix="give one of them")
         if self.kv_cache_bytes is not None and (type(self.kv_cache_bytes) is not int or self.kv_cache_bytes < 1):

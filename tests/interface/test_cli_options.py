@@ -503,3 +503,9 @@ def test_an_empty_name_of_a_model_is_not_the_default(run, arguments):
     done = run(*arguments)
     assert done.code == 2
     assert "MODEL is empty" in done.err
+
+
+def test_a_cache_that_is_too_small_names_an_option_that_there_is(run, tiny_model):
+    done = run("run", tiny_model, "--prompt", "x", "--kv-cache-size", "1tok")
+    assert done.code == 2
+    assert "--kv-cache-size 4096tok" in done.err
