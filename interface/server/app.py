@@ -19,14 +19,13 @@ from ..core.errors import (
     Cancelled,
     EngineError,
     FastLLMError,
-    ModelNotFound,
     NotFound,
     RequestTimeout,
     SwitchedOff,
     UnsupportedContent,
     UnsupportedMedia,
 )
-from . import info, page
+from . import info, listing, page
 from .answers import Identity, error_body, error_headers, is_fault
 from .chat import ChatWriter
 from .completions import CompletionWriter
@@ -49,6 +48,7 @@ ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("POST", "/v1/responses", "OpenAI's Responses; nothing is stored.", {"body": "responses", "stream": True}),
     ("GET", "/v1/responses/{response_id}", "404: nothing is stored.", {}),
     ("DELETE", "/v1/responses/{response_id}", "404: nothing is stored.", {}),
+    ("POST", "/v1/responses/input_tokens", "Tokens that the conversation of a Response takes.", {"body": "responses_count"}),
     ("POST", "/v1/messages", "Anthropic's Messages.", {"body": "messages", "stream": True}),
     ("POST", "/v1/messages/count_tokens", "Tokens that the conversation takes.", {"body": "count"}),
     ("POST", "/v1/embeddings", "With --embedding: vectors of texts.", {"body": "embeddings"}),
@@ -58,7 +58,7 @@ ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("POST", "/tokenize", "Token ids of a text or a conversation.", {"body": "tokenize"}),
     ("POST", "/detokenize", "The text of token ids.", {"body": "detokenize"}),
     ("GET", "/tokenizer_info", "Special tokens and size of the vocabulary.", {}),
-    ("GET", "/v1/models", "The models that answer.", {}),
+    ("GET", "/v1/models", "The models that answer.", {"query": listing.QUERY}),
     ("GET", "/v1/models/{model_id:path}", "One model.", {}),
     ("GET", "/live", "200 while the process answers.", {}),
     ("GET", "/health", "503 while the model loads, when no step has ended for 60 s, and when the engine has failed.", {}),
@@ -69,7 +69,7 @@ ROUTES: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("POST", "/v1/cancel", "With --dev: cancels a request by its id.", {"body": "cancel"}),
     ("GET", "/openapi.json", "This description.", {}),
 )
-"""Method, path, what it does, and for the description: the kind of its body, whether it streams, its media type."""
+"""Method, path, what it does, and for the description: the kind of its body, whether it streams, its media type, its parameters."""
 
 WRITERS: Final[dict[str, tuple[str, Callable[[Identity, Generation], Writer]]]] = {
     "chat": ("chatcmpl-", ChatWriter),
@@ -233,7 +233,8 @@ def make_app(runtime: Runtime) -> Gate:
         async def handler(request: Request) -> Response:
             pool = runtime.check_open()
             body = await read_body(request, settings.max_body, settings.body_pause_s)
-            return Response(await pool.prepare(kind, body), media_type="application/json")
+            ready: Prepared = await pool.prepare(kind, body)
+            return Response(ready.answer, headers=reply_headers(ready), media_type="application/json")
 
         return handler
 
@@ -280,26 +281,22 @@ def make_app(runtime: Runtime) -> Gate:
             state = "full"
         return JSONResponse({"status": state}, 200 if state == "ready" else 503, {} if state == "ready" else {"retry-after": "2"})
 
-    def entry(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": int(runtime.started_at), "owned_by": "fastllm", "meta": runtime.info()}
-
     def anthropic_entry(name: str) -> dict[str, Any]:
-        from datetime import UTC, datetime
+        return listing.anthropic_entry(name, runtime.started_at, runtime.model.context)
 
-        created = datetime.fromtimestamp(int(runtime.started_at), UTC).isoformat().replace("+00:00", "Z")
-        limits = {"max_input_tokens": runtime.model.context, "max_tokens": runtime.model.context}
-        return {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active", **limits}
+    def entry(name: str) -> dict[str, Any]:
+        return listing.entry(name, runtime.started_at, runtime.info())
 
     async def models(request: Request) -> Response:
-        if "anthropic-version" in request.headers:
-            data = [anthropic_entry(name) for name in settings.names]
-            return JSONResponse({"data": data, "has_more": False, "first_id": settings.names[0], "last_id": settings.names[-1]})
-        return JSONResponse({"object": "list", "data": [entry(name) for name in settings.names]})
+        if "anthropic-version" not in request.headers:
+            return JSONResponse(listing.listed([entry(name) for name in settings.names]))
+        query = request.query_params.multi_items()
+        names, said = listing.anthropic_page(settings.names, query)
+        headers = reply_headers(Prepared(ignored=listing.ignored(query)))
+        return JSONResponse({"data": [anthropic_entry(name) for name in names], **said}, headers=headers)
 
     async def model(request: Request) -> Response:
-        name = request.path_params["model_id"]
-        if name not in settings.names:
-            raise ModelNotFound(f"no model '{name[:80]}' here", fix=f"the models are {', '.join(settings.names)}")
+        name = listing.one(request.path_params["model_id"], settings.names)
         return JSONResponse(anthropic_entry(name) if "anthropic-version" in request.headers else entry(name))
 
     async def metrics(request: Request) -> Response:
@@ -315,6 +312,7 @@ def make_app(runtime: Runtime) -> Gate:
         "/v1/completions": generates("completion"),
         "/v1/responses": generates("responses"),
         "/v1/responses/{response_id}": not_stored,
+        "/v1/responses/input_tokens": prepares("responses_count"),
         "/v1/messages": generates("messages"),
         "/v1/messages/count_tokens": prepares("count"),
         "/v1/embeddings": generates("embeddings"),

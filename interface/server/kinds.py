@@ -1,7 +1,7 @@
 """Every kind of body, and who prepares it: in a preparation process.
 
 Chat and completions are in `prepare`. Here are the interfaces that are said in a chat's words (Responses, Messages), and the routes
-that only prepare: their answer is bytes.
+that only prepare: their answer is made here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ from .prepare import (
     render_text,
     with_template,
 )
-from .schemas import ChatBody, CountBody, DetokenizeBody, EmbeddingsBody, MessagesBody, RerankBody, ResponsesBody, TokenizeBody
+from .schemas import (
+    ChatBody,
+    CountBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    MessagesBody,
+    RerankBody,
+    ResponsesBody,
+    ResponsesCountBody,
+    TokenizeBody,
+)
 from .translate import messages_words, raw_tools, renamed, renamed_text, responses_words
 
 __all__ = ["prepare"]
@@ -82,7 +92,7 @@ def prepare_messages(kitchen: Kitchen, raw: bytes) -> Prepared:
     return ready
 
 
-def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
+def prepare_count(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/messages/count_tokens."""
     ready = Prepared()
     body: CountBody = check_body(kitchen, "count", raw, ready)
@@ -90,7 +100,7 @@ def prepare_count(kitchen: Kitchen, raw: bytes) -> bytes:
     _thinking(kitchen, body, words)
     with _named(MESSAGES_NAMES, ready):
         parts = render_text(kitchen, ChatBody.model_validate(words)).parts
-    return _json({"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
+    return _told(ready, {"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
 
 
 def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
@@ -114,6 +124,16 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
         "custom": custom,
     }
     return ready
+
+
+def prepare_responses_count(kitchen: Kitchen, raw: bytes) -> Prepared:
+    """POST /v1/responses/input_tokens."""
+    ready = Prepared()
+    body: ResponsesCountBody = check_body(kitchen, "responses_count", raw, ready)
+    with _named(RESPONSES_NAMES, ready):
+        words = ChatBody.model_validate(responses_words(body))
+        parts = render_text(kitchen, words, raw=raw_tools(body)[1]).parts
+    return _told(ready, {"object": "response.input_tokens", "input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
 
 
 # vectors ------------------------------------------------------------------------------------------------------------------
@@ -152,26 +172,28 @@ def prepare_rerank(kitchen: Kitchen, raw: bytes) -> Prepared:
 # routes that only prepare -------------------------------------------------------------------------------------------------
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+def _told(ready: Prepared, value: dict[str, Any]) -> Prepared:
+    """The answer itself, of a route that only prepares."""
+    ready.answer = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return ready
 
 
-def prepare_template(kitchen: Kitchen, raw: bytes) -> bytes:
+def prepare_template(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /apply-template: the exact prompt of a chat."""
-    body: ChatBody = check_body(kitchen, "template", raw, Prepared())
-    return _json({"prompt": render_text(with_template(kitchen, body), body).text})
+    body: ChatBody = check_body(kitchen, "template", raw, ready := Prepared())
+    return _told(ready, {"prompt": render_text(with_template(kitchen, body), body).text})
 
 
-def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> bytes:
+def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/chat/completions/input_tokens."""
-    body: ChatBody = check_body(kitchen, "input_tokens", raw, Prepared())
+    body: ChatBody = check_body(kitchen, "input_tokens", raw, ready := Prepared())
     ids = kitchen.tokenizer.encode_parts(render_text(with_template(kitchen, body), body).parts)
-    return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
+    return _told(ready, {"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
-def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> bytes:
+def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /tokenize."""
-    body: TokenizeBody = check_body(kitchen, "tokenize", raw, Prepared())
+    body: TokenizeBody = check_body(kitchen, "tokenize", raw, ready := Prepared())
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         said = " and ".join(given) or "none of them"
@@ -190,7 +212,7 @@ def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> bytes:
         answer["tokens"] = [{"id": i, "piece": _piece(tokenizer.decode_bytes(i, skip_special=False))} for i in ids]
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.id_to_piece(i) for i in ids]
-    return _json(answer)
+    return _told(ready, answer)
 
 
 def _piece(raw: bytes) -> str | list[int]:
@@ -201,21 +223,22 @@ def _piece(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-def prepare_detokenize(kitchen: Kitchen, raw: bytes) -> bytes:
+def prepare_detokenize(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /detokenize."""
-    body: DetokenizeBody = check_body(kitchen, "detokenize", raw, Prepared())
+    body: DetokenizeBody = check_body(kitchen, "detokenize", raw, ready := Prepared())
     size = kitchen.tokenizer.vocab_size
     for token in body.tokens:
         if token >= size:
             raise InvalidRequest(f"tokens holds {token}; ids run from 0 to {size - 1}", who="tokens", param="tokens")
     text = kitchen.tokenizer.decode(body.tokens, skip_special=False)
-    return _json({"prompt": text, "content": text})
+    return _told(ready, {"prompt": text, "content": text})
 
 
-KINDS: Final[dict[str, Callable[[Kitchen, bytes], Prepared | bytes]]] = {
+KINDS: Final[dict[str, Callable[[Kitchen, bytes], Prepared]]] = {
     "chat": prepare_chat,
     "completion": prepare_completion,
     "responses": prepare_responses,
+    "responses_count": prepare_responses_count,
     "messages": prepare_messages,
     "count": prepare_count,
     "template": prepare_template,
@@ -227,8 +250,8 @@ KINDS: Final[dict[str, Callable[[Kitchen, bytes], Prepared | bytes]]] = {
 }
 
 
-def prepare(kitchen: Kitchen, kind: str, raw: bytes) -> Prepared | bytes:
-    """What a body of this kind asks for, or the answer itself. Raises a FastLLMError that names the field."""
+def prepare(kitchen: Kitchen, kind: str, raw: bytes) -> Prepared:
+    """What a body of this kind asks for, or the answer itself (`Prepared.answer`). Raises a FastLLMError that names the field."""
     try:
         return KINDS[kind](kitchen, raw)
     except ValidationError as error:  # of a body in a chat's words

@@ -65,6 +65,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if found := re.search(r"{(\w+)}", path):
             operation["parameters"] = [{"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}]
+        if query := extra.get("query"):
+            operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+            operation["responses"]["400"] = _error(_STATUSES["400"].replace("The body is not", "A parameter is not"))
         for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]  # GET's, without a body
             operation = {**operation, "operationId": f"{method.lower()}_{operation['operationId']}"}
             paths.setdefault(path, {})[method.lower()] = operation

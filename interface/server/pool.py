@@ -98,7 +98,7 @@ class PreparerPool:
             raise Unavailable("no preparation process can be started", why=type(error).__name__, fix="look at the server's log") from error
 
     async def prepare(self, kind: str, body: bytes) -> Any:
-        """What `kinds.prepare` makes of a body: a Prepared, or the bytes of an answer. Raises its errors, TemplateError if it takes too
+        """What `kinds.prepare` makes of a body. Raises its errors, TemplateError if it takes too
         long, Unavailable."""
         if self._waiting >= MAX_WAITING:
             raise Unavailable("too many requests are being read", fix="try again later", retry_after_s=1)
@@ -130,7 +130,7 @@ class PreparerPool:
                     process.kill()
         if "error" in header:
             raise _rebuilt(header["error"])
-        return data if header["ok"].get("raw") else unpack_prepared(header["ok"], data)
+        return unpack_prepared(header["ok"], data)
 
     @property
     def pids(self) -> list[int]:

@@ -22,7 +22,7 @@ from ..text.output import REASONING, detect_reasoning, starts_in_reasoning
 from .bodies import check_body
 from .constraints import wanted_constraint
 from .schemas import MAX_PROMPTS, ChatBody, CompletionBody, Sampling
-from .tools import OutputSpec, ToolUse, calls_constraint, messages_for, output_spec, tool_use
+from .tools import OutputSpec, RawTools, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
 __all__ = [
     "Kitchen",
@@ -48,7 +48,7 @@ class Prepared:
     that have no effect here. warnings: what is done otherwise than asked. constraint: what each answer must look like
     (`constraints.wanted_constraint`, `tools.calls_constraint`). banned: texts that no answer may have in it. thinking: the model's markers of reasoning, whether the prompt ends inside, the
     budget, and whether the constraint begins behind it. output: how its text is read (`tools.OutputSpec` as plain data). detail: what only one
-    interface needs.
+    interface needs. answer: the JSON of a route that only prepares; then there are no prompts.
     """
 
     prompts: list[np.ndarray] = field(default_factory=list)
@@ -68,6 +68,7 @@ class Prepared:
     thinking: dict[str, Any] = field(default_factory=dict)
     output: dict[str, Any] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
+    answer: bytes | None = None
 
 
 @dataclass
@@ -190,7 +191,7 @@ def with_template(kitchen: Kitchen, body: ChatBody) -> Kitchen:
     return made
 
 
-def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: Mapping[str, tuple[str, str]] | None = None) -> None:
+def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None = None) -> None:
     """Fills `ready` from a chat, which may be one of another interface in this one's words. raw: tools whose input is a text with a grammar."""
     asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
     if asked == 0:
@@ -258,10 +259,10 @@ def _template(kitchen: Kitchen) -> ChatTemplate:
     return kitchen.template
 
 
-def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None) -> RenderedPrompt:
-    """The conversation as the model's template writes it. Raises TemplateError, InvalidRequest, ContextOverflow."""
+def render_text(kitchen: Kitchen, body: ChatBody, use: ToolUse | None = None, raw: RawTools | None = None) -> RenderedPrompt:
+    """The conversation as the model's template writes it. raw: as of `chat`. Raises TemplateError, InvalidRequest, ContextOverflow."""
     template = _template(kitchen)
-    use = use or tool_use(body, template, kitchen.tool_parser)
+    use = use or tool_use(body, template, kitchen.tool_parser, raw)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
@@ -396,5 +397,3 @@ def encode_prompt(kitchen: Kitchen, prompt: Any, field: str = "prompt") -> list[
             limit = kitchen.tokenizer.vocab_size - 1
             raise InvalidRequest(f"{field} holds the token id {token}; ids run from 0 to {limit}", who=field, param=field)
     return list(prompt)
-
-

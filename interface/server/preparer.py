@@ -22,7 +22,9 @@ HEAD = struct.Struct("<II")  # bytes of the header, bytes that follow it
 
 
 def pack_prepared(ready: Any) -> tuple[dict[str, Any], bytes]:
-    """A `Prepared` as header and bytes: the ids of all prompts one after the other."""
+    """A `Prepared` as header and bytes: its answer, or the ids of all prompts one after the other."""
+    if ready.answer is not None:
+        return {"answer": True, "ignored": ready.ignored, "warnings": ready.warnings}, ready.answer
     header = {**vars(ready), "params": asdict(ready.params), "prompts": [len(p) for p in ready.prompts]}
     return header, b"".join(p.tobytes() for p in ready.prompts)
 
@@ -32,6 +34,8 @@ def unpack_prepared(header: dict[str, Any], data: bytes) -> Any:
     from ..core.sampling import SamplingParams
     from .prepare import Prepared
 
+    if header["answer"]:
+        return Prepared(**{**header, "answer": data})
     params = dict(header["params"])
     if params["logit_bias"] is not None:
         params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
@@ -88,8 +92,7 @@ def main() -> None:
                 body = _receive(stream, length)
                 try:
                     try:
-                        made = prepare(kitchen, kind, body)
-                        header, data = ({"raw": True}, made) if isinstance(made, bytes) else pack_prepared(made)
+                        header, data = pack_prepared(prepare(kitchen, kind, body))
                     except MemoryError:
                         raise OutOfMemory("there is not enough memory to prepare this request", fix="send less") from None
                 except FastLLMError as error:

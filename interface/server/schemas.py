@@ -25,6 +25,7 @@ __all__ = [
     "MessagesBody",
     "RerankBody",
     "ResponsesBody",
+    "ResponsesCountBody",
     "Sampling",
     "TokenizeBody",
 ]
@@ -349,18 +350,12 @@ class ReasoningOptions(Body):
     effort: str | None = Field(None, description="How long the model may reason; only of a model that reasons.")
 
 
-class ResponsesBody(Body):
-    """POST /v1/responses; nothing is stored."""
+class ResponsesCountBody(Body):
+    """POST /v1/responses/input_tokens: what of a Response makes its prompt."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=65536)]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(None, ge=0, le=5)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    stream: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = None
@@ -369,12 +364,24 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
 
 
+class ResponsesBody(ResponsesCountBody):
+    """POST /v1/responses; nothing is stored."""
+
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, le=5)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream: bool | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back.")
+
+
 BODIES: Final[dict[str, type[Body]]] = {
     "chat": ChatBody,
     "template": ChatBody,
     "input_tokens": ChatBody,
     "completion": CompletionBody,
     "responses": ResponsesBody,
+    "responses_count": ResponsesCountBody,
     "messages": MessagesBody,
     "count": CountBody,
     "tokenize": TokenizeBody,

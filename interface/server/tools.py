@@ -22,7 +22,10 @@ from .schemas import AllowedChoice, ChatBody, NamedChoice
 if TYPE_CHECKING:
     from ..text import ChatTemplate, Tokenizer
 
-__all__ = ["OutputSpec", "ToolUse", "calls_constraint", "kept_ids", "make_parser", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
+__all__ = ["OutputSpec", "RawTools", "ToolUse", "calls_constraint", "kept_ids", "make_parser", "markers", "messages_for", "output_spec", "tool_parser", "tool_use"]
+
+RawTools = Mapping[str, tuple[str, str]]
+"""Tools whose input is a text: name -> (lark or regex, definition)."""
 
 DESCRIPTION: Final = (
     "You may call functions. They are given as JSON within <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -54,7 +57,7 @@ class OutputSpec:
 class ToolUse:
     """tools: for the template, None where there are none to write. native: the template writes them. format: in which calls are
     read; schemas: name -> schema of the parameters; choice: auto or required; one: at most one call; strict: what cannot be held is
-    refused; banned: markers that the answer may not write; raw: tools whose input is a text: name -> (lark or regex, definition)."""
+    refused; banned: markers that the answer may not write."""
 
     tools: list[dict[str, Any]] | None = None
     native: bool = True
@@ -64,15 +67,12 @@ class ToolUse:
     one: bool = False
     strict: bool = False
     banned: tuple[str, ...] = ()
-    raw: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    raw: RawTools = field(default_factory=dict)
 
 
-def tool_use(
-    body: ChatBody, template: ChatTemplate, parser: str = "auto", raw: Mapping[str, tuple[str, str]] | None = None
-) -> ToolUse:
-    """What a body's tools ask for. parser: a name of `FORMATS`, or auto: the template tells; raw: see `ToolUse`, such calls are written in the
-    hermes form. Raises InvalidRequest for a name that occurs
-    twice, a schema that is none, or a choice that names no tool."""
+def tool_use(body: ChatBody, template: ChatTemplate, parser: str = "auto", raw: RawTools | None = None) -> ToolUse:
+    """What a body's tools ask for. parser: a name of `FORMATS`, or auto: the template tells. Calls of `raw` are written in the hermes form.
+    Raises InvalidRequest for a name that occurs twice, a schema that is none, or a choice that names no tool."""
     tools = [t.model_dump(exclude_none=True, include={"type": True, "function": {"name", "description", "parameters", "strict"}}) for t in body.tools or []]
     schemas = {t["function"]["name"]: t["function"].get("parameters") or {"type": "object", "properties": {}} for t in tools}
     if len(schemas) < len(tools):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.errors import FastLLMError, InvalidRequest, UnsupportedContent
 from ..text.output.region import loads
-from .schemas import AnthropicTool, CountBody, MessagesBody, ResponsesBody
+from .schemas import AnthropicTool, CountBody, MessagesBody, ResponsesBody, ResponsesCountBody
 
 __all__ = ["messages_words", "raw_tools", "renamed", "renamed_text", "responses_words"]
 
@@ -172,7 +172,7 @@ def _anthropic_tool(tool: AnthropicTool, index: int) -> dict[str, Any]:
 # Responses ----------------------------------------------------------------------------------------------------------------
 
 
-def responses_words(body: ResponsesBody) -> dict[str, Any]:
+def responses_words(body: ResponsesCountBody) -> dict[str, Any]:
     """A body of Responses as fields of a chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
@@ -180,9 +180,10 @@ def responses_words(body: ResponsesBody) -> dict[str, Any]:
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for index, item in enumerate(items):
         _add_item(messages, item, f"input[{index}]")
-    same = {name: getattr(body, name) for name in ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls")}
-    words: dict[str, Any] = {**same, "messages": messages, "max_tokens": body.max_output_tokens}
-    words["logprobs"] = True if body.top_logprobs is not None else None
+    words: dict[str, Any] = {"messages": messages, "model": body.model, "parallel_tool_calls": body.parallel_tool_calls}
+    if isinstance(body, ResponsesBody):
+        words |= {name: getattr(body, name) for name in ("stream", "temperature", "top_p", "top_logprobs")}
+        words |= {"max_tokens": body.max_output_tokens, "logprobs": True if body.top_logprobs is not None else None}
     words["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     words["tools"] = [_response_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])] or None
     words["tool_choice"] = _response_choice(body.tool_choice)
@@ -268,7 +269,7 @@ def _custom_format(tool: Mapping[str, Any], where: str) -> tuple[str, str] | Non
     return format["syntax"], format["definition"]
 
 
-def raw_tools(body: ResponsesBody) -> tuple[list[str], dict[str, tuple[str, str]]]:
+def raw_tools(body: ResponsesCountBody) -> tuple[list[str], dict[str, tuple[str, str]]]:
     """Names of the custom tools, and the grammars of those whose input has one: name -> (lark or regex, definition)."""
     custom = [(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or []) if tool.get("type") == "custom"]
     formats = {str(tool["name"]): format for tool, where in custom if (format := _custom_format(tool, where)) is not None}
