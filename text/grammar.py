@@ -23,10 +23,11 @@ from typing import Any, Final
 import llguidance
 import numpy as np
 
-from fastllm.core.errors import EngineError, InvalidRequest
+from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest, InvalidSchema
 
 from .json_schema import check_schema, refused
 from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
+from .spelling import Alphabet, is_whole, unspelled
 from .tokenizer import Tokenizer
 
 __all__ = ["Grammar", "GrammarCompiler", "Matcher"]
@@ -39,6 +40,7 @@ JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": W
 LIMITS: Final[Any] = {"max_items_in_row": 20_000, "step_max_items": 200_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 """Of the library, for one token; a step that needs more fails its request. Alternatives of a rule are items of a row."""
 
+CANNOT: Final = "the grammar of this answer cannot be followed"
 PROBE_TOKENS: Final = 64  # of an answer that is tried before a grammar is accepted
 PROBE_S: Final = 0.5
 PROBE_FIRST: Final = (",", '"', ":", "{", "[", "1", "]", "}")  # tokens that lead on through JSON
@@ -84,10 +86,10 @@ class Matcher:
         self._at: tuple[int, int] = (0, 0)  # where the library writes: address, bytes
         self._coming = False
         self._done = threading.Lock()  # held from `ahead` until the mask is there
-        self._error: EngineError | None = None
+        self._error: FastLLMError | None = None
 
     def mask(self) -> np.ndarray:
-        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises EngineError if the grammar grew
+        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises InvalidSchema if the grammar grew
         beyond the library's limits."""
         if self._ready is None:
             if self._coming:
@@ -102,12 +104,14 @@ class Matcher:
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token of the answer. True: the grammar is complete, and nothing may follow. Raises EngineError for a token that
-        the grammar does not allow."""
+        the grammar does not allow, InvalidSchema as `mask`."""
         if self._coming:
             self._wait()  # the library's matcher is not for two threads
-        self._ready = None
+        given, self._ready = self._ready, None
         if not self._matcher.consume_token(token_id):
-            raise self._failed()
+            allowed = given is not None and bool(given[token_id // 32] >> token_id % 32 & 1)
+            self._error = self._failed() if allowed else EngineError(CANNOT, why=_first_lines(str(self._matcher.get_error())))
+            raise self._error
         if self._matcher.is_stopped():
             return True
         self.ahead()
@@ -125,7 +129,7 @@ class Matcher:
         try:
             self._compute()
         except BaseException as error:  # the thread is everybody's, and a panic of the library is no Exception
-            self._error = EngineError("the grammar of this answer cannot be followed", why=f"{type(error).__name__}: {error}")
+            self._error = EngineError(CANNOT, why=_said(error))
         finally:
             self._done.release()
 
@@ -159,12 +163,13 @@ class Matcher:
             self._own = np.zeros(max(self._words, self._known), np.uint32)  # rows of the model that the tokenizer does not know are never allowed
             self._at = self._own.ctypes.data, 4 * self._known
         self._matcher.unsafe_compute_mask_ptr(*self._at)
-        if self._matcher.is_error():
+        if self._error is None and self._matcher.is_error():
             self._error = self._failed()
 
-    def _failed(self) -> EngineError:
-        reason = str(self._matcher.get_error()).partition("\n")[0]
-        return EngineError("the grammar of this answer cannot be followed", why=reason, fix="simplify the schema or grammar")
+    def _failed(self) -> InvalidSchema:
+        """The grammar leads to a point where the library's limits end, or where no token goes on: the request asked for it, so this is no fault here."""
+        reason = _first_lines(str(self._matcher.get_error()))
+        return InvalidSchema(CANNOT, why=reason, fix="simplify the schema or grammar")
 
 
 class Grammar:
@@ -176,11 +181,16 @@ class Grammar:
         self._first: np.ndarray | None = None  # mask of every answer's first token
 
     def __call__(self) -> Matcher:
-        """A fresh matcher. May be called from any thread."""
-        with self._lock:
-            if self._first is None:
-                self._first = Matcher(self._compiled.deep_copy(), *self._words, self._worker).mask()
-            return Matcher(self._compiled.deep_copy(), *self._words, self._worker, self._first)
+        """A fresh matcher. May be called from any thread. Raises InvalidSchema, EngineError."""
+        try:
+            with self._lock:
+                if self._first is None:
+                    self._first = Matcher(self._compiled.deep_copy(), *self._words, self._worker).mask()
+                return Matcher(self._compiled.deep_copy(), *self._words, self._worker, self._first)
+        except (FastLLMError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library, which is no Exception
+            raise EngineError(CANNOT, why=_said(error)) from None
 
 
 class _Wrapped:
@@ -197,6 +207,9 @@ class _Wrapped:
         self.tokens = [tokenizer.decode_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
         special = set(self.special_token_ids)
+        self.alphabet = Alphabet(raw for i, raw in enumerate(self.tokens) if i not in special)
+        if self.alphabet.whole and not self.alphabet.complete:
+            self.tokens = [raw if i in special or is_whole(raw) else b"" for i, raw in enumerate(self.tokens)]
         self._by_bytes = {raw: i for i, raw in reversed(list(enumerate(self.tokens))) if raw and i not in special}  # the lowest id of equal ones
         self._longest = max(map(len, self._by_bytes), default=1)
 
@@ -231,6 +244,7 @@ class GrammarCompiler:
             raise InvalidRequest("this model's tokenizer has no token that ends an answer, so no grammar can end one")
         self._tokenizer, self._vocab_size, self._words = tokenizer, vocab_size, (vocab_size + 31) // 32
         self._library: llguidance.LLTokenizer | None = None
+        self._alphabet: Alphabet | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._kept_bytes = 0
         self._banned: dict[tuple[bytes, ...], BannedTexts] = {}
@@ -343,21 +357,31 @@ class GrammarCompiler:
                 self._kept.move_to_end(key)
                 return self._kept[key]
             if self._library is None:
-                self._library = self._open_library()
+                self._library = self._open_library(param)
+        lost = None
         try:
-            matcher = llguidance.LLMatcher(self._library, source(), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+            made = source()
+            matcher = llguidance.LLMatcher(self._library, made, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+            if self._alphabet is not None and not matcher.is_error():
+                lost = unspelled(made, self._alphabet)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises its own classes, some that are no class of its own, and panics, which are no Exception
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
             raise refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
+        if lost is not None:
+            raise refused("it cannot be enforced", f"this model has no tokens that write {lost}", param)
         words = self._words, (self._tokenizer.vocab_size + 31) // 32
         grammar = Grammar(kind, matcher, words, len(raw), self._worker)
         try:
             self._probe(grammar())  # a grammar that is too large to follow is refused here, and not in the middle of an answer
-        except EngineError as error:
+        except FastLLMError as error:
             raise refused("it cannot be enforced", _first_lines(error.why), param) from None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library panics over it, which is no Exception; whoever asked is told, and nobody else is touched
+            raise refused("it cannot be enforced", _said(error), param) from None
         with self._lock:
             self._kept[key] = grammar
             self._kept_bytes += len(raw)
@@ -366,7 +390,7 @@ class GrammarCompiler:
         return grammar
 
     def _probe(self, matcher: Matcher) -> None:
-        """Follows the grammar for some tokens, through as much of it as those reach. Raises EngineError."""
+        """Follows the grammar for some tokens, through as much of it as those reach. Raises InvalidSchema, EngineError."""
         limit = time.monotonic() + PROBE_S
         first = [i for text in PROBE_FIRST for i in self._tokenizer.encode(text, add_special=False, parse_special=False)[-1:]]
         random = np.random.default_rng(0)
@@ -379,10 +403,20 @@ class GrammarCompiler:
             if token is None or token in self._tokenizer.end_ids or matcher.accept(token) or time.monotonic() > limit:
                 return
 
-    def _open_library(self) -> llguidance.LLTokenizer:
-        wrapped = llguidance.TokenizerWrapper(_Wrapped(self._tokenizer))
+    def _open_library(self, param: str) -> llguidance.LLTokenizer:
+        ours = _Wrapped(self._tokenizer)
+        self._alphabet = None if ours.alphabet.complete else ours.alphabet
         ends = [i for i in sorted(self._tokenizer.end_ids) if i < self._tokenizer.vocab_size]
-        return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
+        try:
+            return llguidance.LLTokenizer(llguidance.TokenizerWrapper(ours), n_vocab=self._tokenizer.vocab_size, eos_token=ends)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as above
+            raise refused("no grammar can be enforced with this model's vocabulary", _said(error), param) from None
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:400]
 
 
 def _first_lines(text: str) -> str:
