@@ -1,13 +1,15 @@
 """Other engines on the same model, in turns with ours: A B A B, medians and ratios.
 
-Each engine, ours too, runs in a process of its own that speaks `workers/protocol.py`, so all are loaded and idle while one is measured. What
-cannot be installed, loaded or measured is a row with the reason.
+Each engine, ours too, runs in a process of its own that speaks `workers/protocol.py`, so all are loaded while one is measured. Those that are not
+are stopped (SIGSTOP): the threads of some engines spin while they wait for work, and would take the cores. What cannot be installed, loaded or
+measured is a row with the reason.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -57,7 +59,11 @@ class WorkerError(Exception):
 
 
 class Process:
-    """A worker that runs. Close it. patience_s: a worker that does not answer for so long is ended; it may have to convert a model."""
+    """A worker and what it starts, a process group of its own that runs only while it answers. Close it. patience_s: a worker that does not
+    answer for so long is ended; it may have to convert a model.
+
+    Nobody stays behind stopped: ending works on stopped processes, and a worker whose parent dies is killed (`protocol.serve`).
+    """
 
     patience_s = 220.0
 
@@ -71,19 +77,23 @@ class Process:
             stderr=self._log or subprocess.DEVNULL,
             text=True,
             cwd=script.parent,
+            process_group=0,
         )
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """The result. Raises WorkerError."""
+        """The result; the worker is stopped when it is there. Raises WorkerError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         given_up = threading.Event()
-        late = threading.Timer(self.patience_s, lambda: (given_up.set(), self._process.kill()))
+        late = threading.Timer(self.patience_s, lambda: (given_up.set(), self._signal(signal.SIGKILL)))
         late.start()
         try:
+            self._signal(signal.SIGCONT)
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
+            if line:
+                self._stop()
         except OSError:
             line = ""
         finally:
@@ -98,15 +108,26 @@ class Process:
             raise WorkerError(answer["error"])
         return answer["result"]
 
+    def _signal(self, number: int) -> None:
+        """To the whole group, as long as its first process has not been waited for: then its number may be somebody else's."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, number)
+
+    def _stop(self) -> None:
+        """Stops the group and waits until its first process is, or has ended (WNOWAIT: its exit code is for `wait`)."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
     def close(self) -> None:
         """Ends the process."""
+        self._signal(signal.SIGCONT)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         if self._log:
             self._log.close()

@@ -7,13 +7,16 @@ Python and imports nothing of fastllm.
     {"do": "batch", "streams": 8, "tokens": 32}            ->  {"result": tokens per second of all streams}
     {"do": "memory"}                                       ->  {"result": peak resident bytes of the process}
 
-A method that a worker does not have, or that raises, answers {"error": text}. Whatever the engine prints goes to stderr.
+A method that a worker does not have, or that raises, answers {"error": text}. Whatever the engine prints goes to stderr. Between two questions
+the worker's process group is stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,12 @@ class Worker:
         raise OSError("/proc/self/status has no VmHWM")
 
 
+PR_SET_PDEATHSIG = 1
+
+
 def serve(worker: Worker) -> None:
-    """Answers until stdin ends."""
+    """Answers until stdin ends. Killed when the harness dies: a stopped process would not see its stdin end."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # an engine that asks "press any key" gets none

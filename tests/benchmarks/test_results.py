@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +15,8 @@ from click.testing import CliRunner
 from benchmarks import __main__ as command
 from benchmarks import environments, limits, peers, plots, results, tables
 from fastllm.bench import Row, Spread
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(cell="decode", reason="", **changes):
@@ -183,6 +189,97 @@ def test_workers_speak_the_protocol(tmp_path):
                 process.call(do)
     finally:
         process.close()
+
+
+SPINS = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+from protocol import Worker, serve
+
+class Spins(Worker):
+    def load(self):
+        threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+        self.child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        return [os.getpid(), self.child.pid]
+    def states(self, pids):
+        return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+    def hang(self):
+        threading.Event().wait()
+    def done(self):
+        self.child.kill()
+        self.child.wait()
+
+serve(Spins())
+"""
+
+
+@pytest.fixture
+def spinning(tmp_path):
+    """make() starts a worker with a thread and a child that spin, waits until they do and returns it with the two process ids."""
+    script = tmp_path / "spins.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(environments.WORKERS)!r})\n{SPINS}")
+    made = []
+
+    def make():
+        made.append(peers.Process(sys.executable, script))
+        return made[-1], made[-1].call("load")
+
+    yield make
+    for process in made:
+        process.close()
+
+
+def wait_for_end(pid: int, trigger) -> bool:
+    """Whether a process that is here now ends within ten seconds of `trigger()`."""
+    handle = os.pidfd_open(pid)
+    try:
+        trigger()
+        return bool(select.select([handle], [], [], 10)[0])
+    finally:
+        os.close(handle)
+
+
+def test_an_engine_is_stopped_with_its_children_while_another_is_asked(spinning):
+    (one, of_one), (other, of_other) = spinning(), spinning()
+    for asked, own, resting in ((other, of_other, of_one), (one, of_one, of_other), (other, of_other, of_one)):
+        assert asked.call("states", pids=resting) == ["T", "T"]
+        assert "T" not in asked.call("states", pids=own)
+    for process in (one, other):
+        process.call("done")
+
+
+def test_a_stopped_engine_ends_when_it_is_closed(spinning):
+    process, (pid, child) = spinning()
+    process.call("done")
+    assert wait_for_end(pid, process.close)
+
+
+def test_an_engine_that_hangs_ends_with_its_children(spinning, monkeypatch):
+    process, (_, child) = spinning()
+    monkeypatch.setattr(process, "patience_s", 0.2)
+
+    def hang():
+        with pytest.raises(peers.WorkerError, match=r"did not hang within 0\.2 s"):
+            process.call("hang")
+
+    assert wait_for_end(child, hang)
+
+
+def test_a_stopped_engine_ends_with_a_harness_that_is_killed(tmp_path, spinning):
+    script = f"""
+import sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from benchmarks import peers
+process = peers.Process(sys.executable, Path({str(tmp_path / "spins.py")!r}))
+pid, _ = process.call("load")
+process.call("done")
+print(pid, flush=True)
+threading.Event().wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as harness:
+        pid = int(harness.stdout.readline())
+        assert wait_for_end(pid, harness.kill)
 
 
 def test_growth_curves_are_drawn_from_the_rows():
