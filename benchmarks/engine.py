@@ -1,7 +1,7 @@
 """Our engine, alone: speed beside the machine's limits, start, memory, overheads, mixed load.
 
-Cells are named on the command line, so that a run can be cut in pieces: `prefill:512`, `decode:2048` (the context), `batch:8`, and
-those of `SINGLE`. What a user waits for (start, import, memory) is measured in processes of its own.
+Cells are named on the command line, so that a run can be cut in pieces: `prefill:512`, `attention:8192`, `decode:2048` (the context),
+`batch:8`, and those of `SINGLE`. What a user waits for (start, import, memory) is measured in processes of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ DEFAULT_CELLS = (
 ALONE = ("first-token", "load", "import", "sampling")
 """Cells that load no model in this process."""
 OWN = ("backend", "dtype")
+NUMBERED = ("prefill", "attention", "decode", "batch")
 SINGLE = ("mixed", "overhead", "sampling", "first-token", "load", "import", "idle")
 VOCABULARY = 262_144
 MIXED_STREAMS, MIXED_PROMPT = 7, 2000
@@ -51,9 +52,9 @@ def parse(cell: str) -> tuple[str, int]:
     name, colon, argument = cell.partition(":")
     if name in SINGLE and not colon:
         return name, 0
-    if name in ("prefill", "decode", "batch") and argument.isdigit() and (int(argument) or name == "decode"):
+    if name in NUMBERED and argument.isdigit() and (int(argument) or name == "decode"):
         return name, int(argument)
-    raise UsageError(f"no cell '{cell}'; there are prefill:N, decode:N, batch:N, {', '.join(SINGLE)}")
+    raise UsageError(f"no cell '{cell}'; there are {', '.join(f'{n}:N' for n in NUMBERED)}, {', '.join(SINGLE)}")
 
 
 def needs(cells: Sequence[str]) -> tuple[int, int]:
@@ -62,6 +63,8 @@ def needs(cells: Sequence[str]) -> tuple[int, int]:
     for name, number in map(parse, cells):
         if name in ("prefill", "decode"):
             context = max(context, number + 192)
+        elif name == "attention":
+            context = max(context, number + 64)  # a small model may have no more
         elif name == "batch":
             sequences = max(sequences, number)
         elif name == "mixed":
@@ -114,6 +117,8 @@ def measure(name: str, number: int, bench: Bench | None, model: str, options: Ma
     assert bench is not None
     if name == "prefill":
         return [bench.prefill_row(number, repeat)]
+    if name == "attention":
+        return [bench.attention_row(number, min(repeat, 3))]
     if name == "decode":
         return [bench.decode_row(number, tokens_for(bench), repeat)]
     if name == "batch":

@@ -129,6 +129,10 @@ TARGETS = (
     Target("32 streams over one, 1B int4", ("engine", ONE, "batch", {"streams": 32}), 12.0, "value", other=("engine", ONE, "decode", START)),
     *(Target(f"mixed load: longest gap over the median gap, {m}", ("engine", m, "mixed load, longest gap", {}), 3.0, at_most=True) for m in (ONE, "smollm2")),
     Target("decode at context 4,096 of the limit with cache bytes", ("engine", ONE, "decode", {"context": 4096}), 0.85),
+    *(
+        Target(f"attention's share of a prompt of {n:,} tokens, {m}", ("engine", m, "attention of a prompt", {"tokens": n}), 0.5, at_most=True)
+        for m, n in ((ONE, 8192), ("smollm2", 8128))
+    ),
     _decode("moe64-q4_0", 0.85),
     *(Target(f"Python and scheduling of {m}, µs a step", ("engine", m, "step overhead, Python", {}), 50.0, "value", at_most=True) for m in (ONE, "smollm2", "gemma3-270m")),
     *(

@@ -291,6 +291,18 @@ class Bench:
             "python_s": float(np.median(steps - inside - choice)),
         }
 
+    def attention(self, tokens: int) -> dict[str, float]:
+        """Seconds from a prompt of so many tokens to the first new one, and those of the calling thread in attention, waiting at barriers
+        left out. Raises UsageError for a backend whose programs have no `profile`."""
+        runner: Any = self.engine._runner
+        programs = [p for p in runner._programs if hasattr(p, "profile")]
+        if not programs:
+            raise UsageError(f"backend '{self.loaded.backend}' compiles no program that says what its time goes to", fix="cpu_avx does")
+        for program in programs:
+            program.profile(True)
+        whole = self.prefill(tokens)
+        return {"whole_s": whole, "attention_s": sum(program.profile(False).get("attention", 0.0) for program in programs)}
+
     # rows -------------------------------------------------------------------------------------------------------------
 
     def prefill_row(self, tokens: int, repeat: int) -> Row:
@@ -300,6 +312,13 @@ class Bench:
         unknown = rate is None
         values, limits = alternate(repeat, lambda: tokens / self.prefill(tokens), None if unknown else lambda: (self.peak()[1] or 0.0) / ops)
         return _row("prefill", {"tokens": tokens}, values, limits, f"{kind} peak / {ops / 1e9:.2f} G operations a token")
+
+    def attention_row(self, tokens: int, repeat: int) -> Row:
+        """Seconds of attention in a prompt, beside the whole prompt's."""
+        found = [self.attention(tokens) for _ in range(repeat)]
+        whole = statistics.median(f["whole_s"] for f in found)
+        share = Spread.of(f["attention_s"] / f["whole_s"] for f in found)
+        return Row("attention of a prompt", {"tokens": tokens}, "s", Spread.of(f["attention_s"] for f in found), whole, "whole prompt", share)
 
     def decode_row(self, context: int, tokens: int, repeat: int) -> Row:
         """Tokens per second of one stream, beside the read bandwidth over weights and cache."""

@@ -87,6 +87,19 @@ def test_overhead_adds_up_and_leaves_the_engine_as_it_was(bench):
     assert found["native_s"] < found["step_s"]
 
 
+def test_attention_is_a_part_of_the_prompt_and_is_not_timed_afterwards(bench):
+    found = bench.attention(200)
+    assert 0 < found["attention_s"] < found["whole_s"]
+    bench.prefill(200)
+    assert [sum(p.profile(False).values()) for p in bench.engine._runner._programs] == [0.0]
+
+
+def test_attention_of_a_backend_without_native_programs_is_refused(bench, monkeypatch):
+    monkeypatch.setattr(bench.engine._runner, "_programs", [None])
+    with pytest.raises(UsageError, match="says what its time goes to"):
+        bench.attention(8)
+
+
 def test_mixed_load_reports_the_longest_gap_while_the_prompt_is_read(bench):
     found = bench.mixed(2, 200, 40)
     assert found["ratio"] == found["max_gap_s"] / found["median_gap_s"]
@@ -96,12 +109,13 @@ def test_mixed_load_reports_the_longest_gap_while_the_prompt_is_read(bench):
 def test_what_cells_need():
     assert engine.needs(["prefill:512", "decode:2048", "batch:8"]) == (2240, 8)
     assert engine.needs(["idle"]) == (512, 1)
+    assert engine.needs(["attention:8128"]) == (8192, 1)
     assert engine.needs(["mixed"]) == (2064, 8)
 
 
 def test_every_cell_gives_rows_that_fit_the_schema(tiny, monkeypatch):
     monkeypatch.setattr(engine, "MIXED_PROMPT", 300)
-    cells = ["prefill:8", "decode:0", "batch:2", *engine.SINGLE]
+    cells = ["prefill:8", "attention:8", "decode:0", "batch:2", *engine.SINGLE]
     rows = list(engine.engine_rows(str(tiny), {"isa": "avx2"}, 1, cells, 1))
     records = [results.record("engine", "tiny", "fastllm", {"threads": 1}, row) for row in rows]
     assert results.check({"schema": 1, "machine": {}, "rows": records}) == []
