@@ -162,7 +162,7 @@ def merge(document: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
 def _key(row: Mapping[str, Any]) -> str:
     """How many steps a decode took is how it was measured, not what."""
     values = [row[name] for name in KEY]
-    if "tokens" in row["params"] and row["cell"] != "prefill":
+    if "tokens" in row["params"] and row["cell"] not in ("prefill", "attention of a prompt"):
         values[-1] = {k: v for k, v in row["params"].items() if k != "tokens"}
     return json.dumps(values, sort_keys=True)
 

@@ -37,8 +37,8 @@ def test_a_file_grows_and_a_new_measurement_replaces_the_old_one(tmp_path):
 def test_a_decode_of_more_steps_is_the_same_cell_and_a_longer_prompt_is_not(tmp_path):
     document = results.load(tmp_path / "r.json")
     results.merge(document, [record(params={"context": 0, "tokens": n}) for n in (16, 28)])
-    results.merge(document, [record("prefill", params={"tokens": n}) for n in (32, 512)])
-    assert [r["params"].get("tokens") for r in document["rows"]] == [28, 32, 512]
+    results.merge(document, [record(cell, params={"tokens": n}) for cell in ("prefill", "attention of a prompt") for n in (32, 512)])
+    assert [r["params"].get("tokens") for r in document["rows"]] == [28, 32, 512, 32, 512]
 
 
 def test_measurements_with_other_options_stand_beside_each_other(tmp_path):
