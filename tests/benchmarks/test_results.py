@@ -249,7 +249,7 @@ def test_an_engine_is_stopped_with_its_children_while_another_is_asked(spinning)
 
 
 def test_a_stopped_engine_ends_when_it_is_closed(spinning):
-    process, (pid, child) = spinning()
+    process, (pid, _) = spinning()
     process.call("done")
     assert wait_for_end(pid, process.close)
 
