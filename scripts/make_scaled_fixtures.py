@@ -90,7 +90,7 @@ FIXTURES_OF_CODES = {
         _fp8((128, 128)), _about_fp8(128, 128), lambda: FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True),
     ),
     "gpt_oss_mxfp4": Scaled(
-        "gpt_oss", {"hidden_size": 64, "intermediate_size": 64}, _mxfp4,
+        "gpt_oss", {"num_hidden_layers": 3, "vocab_size": 160, "hidden_size": 64, "intermediate_size": 64}, _mxfp4,
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
         lambda: Mxfp4Config(dequantize=True),
     ),

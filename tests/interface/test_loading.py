@@ -132,7 +132,7 @@ def test_a_planned_model_closes_its_files_although_a_backend_fails(tiny_model, m
 
 def test_a_model_with_recurrent_state_finds_prompts_again_within_bounded_memory(recurrent_model, tiny_model, monkeypatch):
     prompt, found = "a prompt of more than two blocks of the cache", []
-    state = 4 * (3 * 80 + 4 * 8 * 12)  # 3 inputs of a convolution of 80 channels and 4 heads of [8, 12], in one layer
+    state = 6 * 4 * (3 * 40 + 4 * 4 * 6)  # 3 inputs of a convolution of 40 channels and 4 heads of [4, 6], in six layers
     monkeypatch.setattr(loading, "SNAPSHOT_BYTES", 7 * state)
     for prefix_cache in (True, False):
         with LLM(recurrent_model, backend="ref", block_size=16, prefix_cache=prefix_cache) as llm:

@@ -217,7 +217,7 @@ def test_experts_that_cannot_be_are_an_error(name, changes, message, tiny):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
-        ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention"] * 4}, "layer_types"),
         ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit"),
     ],
 )

@@ -21,6 +21,7 @@ from fastllm.models import FAMILIES, supported
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(p.name for p in FIXTURES.iterdir())
 CASES = [(name, "huggingface") for name in NAMES] + [(n, "gguf") for n in NAMES if (FIXTURES / n / "model.gguf").exists()]
+HARD = ["deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "gemma3", "mixtral"]
 SHORT = [(name, source) for name, source in CASES if (FIXTURES / name / "short_logits.npy").exists()]
 TOLERANCE = 1e-4  # in standard deviations of the logits
 PROMPT = 24
@@ -45,32 +46,44 @@ def test_length_dependent_rope_takes_the_short_form_within_the_original_length(n
 @pytest.mark.parametrize(("name", "source"), CASES)
 def test_prefill_and_decode_on_ref_give_the_same_logits(name, source, tiny):
     case = tiny(name, source)
+    assert case.error(_in_steps(case, "ref", RefBackend(), [0, PROMPT])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["ref", "cpu_avx"])
+@pytest.mark.parametrize("name", HARD)
+def test_prefill_in_chunks_and_16_decode_steps_give_the_same_logits(name, backend, tiny):
+    case = tiny(name)
+    with RefBackend() if backend == "ref" else CpuBackend(threads=2, act="f32", kv_dtype="f32") as device:
+        assert case.error(_in_steps(case, backend, device, [0, 1, 8, 19, PROMPT])) <= TOLERANCE
+
+
+def test_fixtures_of_hard_models_have_every_kind_of_layer_in_its_pattern(tiny):
+    kinds = {name: ["delta_rule" if n.op == "delta_rule" else n.attrs["window"] for n in tiny(name).model.graph.nodes if n.op in ("delta_rule", "attention")] for name in HARD}
+    assert kinds["qwen3_next"] == ["delta_rule", "delta_rule", "delta_rule", 0] * 2
+    assert kinds["gpt_oss_mxfp4"] == [8, 0, 8]
+    assert kinds["gemma3"] == [8, 8, 0]
+    gemma = tiny("gemma3").model
+    assert len({n.inputs[2] for n in gemma.graph.nodes if n.op == "rope"}) == 2  # frequencies of local and of global layers
+    assert sum(n.op == "rms_norm" and n.tags.get("layer") == 2 for n in gemma.graph.nodes) == 4 + 2  # two before, two behind the branches; q and k
+    for name in ("deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128"):
+        graph = tiny(name).model.graph
+        routes = [n.attrs for n in graph.nodes if n.op == "route_topk"]
+        assert [(r["score"], r["group_score"]) for r in routes] == [("sigmoid", "top2sum")]
+        assert routes[0]["keep_groups"] < routes[0]["groups"]
+        assert [n.op for n in graph.nodes if n.tags["role"] == "shared_expert"].count("linear") == 3
+        assert all(v.spec.num_kv_heads == 1 and not v.spec.value_dim for v in graph.of_kind("state"))  # one latent row a token
+
+
+def _in_steps(case, name, backend, cuts):
+    """Logits of all tokens, [40, V]: a prompt cut at `cuts`, then a token a step."""
     limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)
-    backends = {"ref": RefBackend()}
-    plan = make_plan(case.model.graph, case.model.weights, case.files.tensors, backends, Placement.on("ref"), limits)
+    backends = {name: backend}
+    plan = make_plan(case.model.graph, case.model.weights, case.files.tensors, backends, Placement.on(name), limits, fallback="error")
     executor = Executor(plan, case.model.weights, case.files.tensors, backends)
     try:
-        rows = [executor.run(_step(case.ids, 0, PROMPT)).logits.copy()]
-        rows += [executor.run(_step(case.ids, p, p + 1)).logits.copy() for p in range(PROMPT, len(case.ids))]
+        return np.concatenate([executor.run(_step(case.ids, a, b)).logits.copy() for a, b in pairwise([*cuts, *range(PROMPT + 1, len(case.ids) + 1)])])
     finally:
         executor.close()
-    assert case.error(np.concatenate(rows)) <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "gemma3", "mixtral"])
-def test_prefill_in_chunks_and_decode_on_cpu_avx_give_the_same_logits(name, tiny):
-    case = tiny(name)
-    limits = StepLimits(max_tokens=PROMPT, max_sequences=1, max_rows=PROMPT, context=48, block_size=16, num_blocks=4)
-    with CpuBackend(threads=2, act="f32", kv_dtype="f32") as cpu:
-        backends = {"cpu_avx": cpu}
-        plan = make_plan(case.model.graph, case.model.weights, case.files.tensors, backends, Placement.on("cpu_avx"), limits, fallback="error")
-        executor = Executor(plan, case.model.weights, case.files.tensors, backends)
-        try:
-            cuts = [0, 1, 8, 19, PROMPT, *range(PROMPT + 1, len(case.ids) + 1)]
-            rows = [executor.run(_step(case.ids, a, b)).logits.copy() for a, b in pairwise(cuts)]
-        finally:
-            executor.close()
-    assert case.error(np.concatenate(rows)) <= TOLERANCE
 
 
 def _step(ids, start, stop):

@@ -194,7 +194,7 @@ CHANGES: dict[str, dict[str, Callable[[DecoderConfig], DecoderConfig]]] = {
         "weights not renormalised": moe(renorm=False),
         "shared expert without its gate": moe(shared_gate=False),
         "no q, k norm": fields(qk_norm=False),
-        "the whole head turns": rope(rotary_dim=16),
+        "the whole head turns": rope(rotary_dim=8),
     },
     "kimi_k2": {"no bias chooses": moe(choose_bias=False)},
     "granite_moe": {
