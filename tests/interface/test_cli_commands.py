@@ -368,7 +368,7 @@ def test_plan_shows_recurrent_state_and_its_snapshots_apart(run, recurrent_model
     facts = json.loads(run("plan", recurrent_model, "--backend", "ref", "--no-measure", "--json").out)
     slots = facts["sequences"] + facts["state_snapshots"]
     assert facts["state_snapshots"] == 64
-    assert facts["state_bytes"] == slots * 6 * 4 * (3 * 40 + 4 * 4 * 6)
+    assert 0 <= facts["state_bytes"] - slots * 6 * 4 * (3 * 40 + 4 * 4 * 6) < 12 * 64  # each of 12 states begins at a multiple of 64
     assert facts["total_bytes"] == sum(facts[f"{part}_bytes"] for part in ("weights", "cache", "state", "activations"))
     line = f"recurrent state        {facts['state_bytes'] / (1 << 20):.1f} MiB, for {facts['sequences']} sequences and 64 snapshots"
     assert line in run("plan", recurrent_model, "--backend", "ref", "--no-measure").out

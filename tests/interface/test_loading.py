@@ -139,7 +139,8 @@ def test_a_model_with_recurrent_state_finds_prompts_again_within_bounded_memory(
             plan = llm.loaded.planned.plan
             assert llm.loaded.engine.stateful
             assert plan.limits.num_snapshots == (7 if prefix_cache else 0)
-            assert plan.total_bytes("state") == state * (plan.limits.max_sequences + plan.limits.num_snapshots)
+            slots = plan.limits.max_sequences + plan.limits.num_snapshots
+            assert 0 <= plan.total_bytes("state") - state * slots < 12 * 64  # each of 12 states begins at a multiple of 64
             params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             found += [llm.generate(prompt, params)[0].text for _ in range(2)]
             assert (llm.loaded.engine.stats().prefix_hit_tokens > 0) is prefix_cache
