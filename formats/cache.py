@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import DownloadError, FastLLMError
+from ..core.errors import DownloadError, FastLLMError, UsageError
 from .json_text import read_json
 from .reader import shown
 
@@ -53,11 +53,12 @@ def _silent(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a fetch tells its caller. progress(done bytes, total bytes or None, label); notice(one line); licence(title,
-    text) before the model is used the first time: to refuse, raise."""
+    """What a fetch tells its caller. progress(done bytes, total bytes or None, label); notice(one line) about what is done differently
+    from what was asked; waiting(one line) about another process; licence(title, text) before the model is used the first time: to refuse, raise."""
 
     progress: Callable[[int, int | None, str], None] = _silent
     notice: Callable[[str], None] = _silent
+    waiting: Callable[[str], None] = _silent
     licence: Callable[[str, str], None] = _silent
 
 
@@ -78,7 +79,13 @@ class CachedModel:
 
 def _explicit_root(cache_dir: str | os.PathLike[str] | None) -> Path | None:
     named = os.fspath(cache_dir) if cache_dir else os.environ.get("FASTLLM_HOME", "")
-    return Path(os.path.expanduser(named)).absolute() if named else None
+    if not named:
+        return None
+    root = Path(os.path.expanduser(named)).absolute()
+    if os.path.lexists(root) and not root.is_dir():  # everywhere, also where nothing has to be fetched
+        option = "--cache-dir" if cache_dir else "FASTLLM_HOME"
+        raise UsageError(f"{option} is {shown(root, 200)}, which is no folder", who=option, fix="name a folder, which may be a new one, or leave it out")
+    return root
 
 
 def _home_root() -> Path | None:
@@ -156,7 +163,7 @@ def folder_lock(root: Path, key: str, hooks: Hooks) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "?"
-            hooks.notice(f"another process (pid {shown(owner, 12)}) is fetching {key}: waiting for it")
+            hooks.waiting(f"another process (pid {shown(owner, 12)}) is fetching {key}: waiting for it")
             fcntl.flock(fd, fcntl.LOCK_EX)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)

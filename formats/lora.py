@@ -9,6 +9,7 @@ beyond that is refused by its key: nothing of it is left out silently. `loading.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import ModelFileError, UnsupportedError
+from ..core.errors import ModelFileError, UnsupportedError, UsageError
 from ..core.quantise import convert
 from ..core.weights import HostTensor, TensorSource
 from .json_text import read_json
@@ -71,6 +72,7 @@ def merge_adapters(files: ModelFiles, folders: Iterable[Path]) -> None:
     """Merges adapters in the given order into `files.tensors`. Raises UnsupportedError for models and adapters that cannot be merged,
     ModelFileError for an adapter that is damaged or of another model."""
     for folder in folders:
+        check_folder(Path(folder))
         if files.kind != "huggingface" or files.ready is not None:
             raise UnsupportedError(
                 f"a LoRA adapter cannot be merged into {files.path.name}",
@@ -86,16 +88,33 @@ def merge_adapters(files: ModelFiles, folders: Iterable[Path]) -> None:
             file.close()
 
 
+def check_folder(folder: Path) -> None:
+    """Raises UsageError for what is no folder with an adapter."""
+    if folder.is_dir() and (folder / CONFIG).exists():
+        return
+    found, fix = f"there is no {CONFIG} in {shown(folder, 200)}", f"name the folder that has {CONFIG} and {WEIGHTS}"
+    if not os.path.lexists(folder):
+        found = f"there is no folder {shown(folder, 200)}"
+    elif not folder.is_dir():
+        found = f"{shown(folder, 200)} is a file, and an adapter is a folder"
+        fix = f"--lora {folder.parent}" if (folder.parent / CONFIG).exists() else fix
+    elif (folder / WEIGHTS).exists():
+        fix = f"download {CONFIG} into that folder, too"
+    raise UsageError(f"--lora: {found}", who=str(folder), fix=fix)
+
+
 def _read_config(folder: Path) -> _Adapter:
     path = file_in_folder(folder, CONFIG)
     config = read_json(path)
     kind = config.get("peft_type")
+    if kind is None:
+        raise ModelFileError(f"{CONFIG} has no 'peft_type': it describes no adapter", who=str(path), fix="name the folder that PEFT saved the adapter to", key="peft_type")
     if kind != "LORA":
-        raise UnsupportedError(f"the adapter is of the kind {shown(kind)}; only LORA can be merged", who=str(path))
+        raise UnsupportedError(f"the adapter is of the kind {shown(kind)}; only LORA can be merged", who=str(path), fix="merge the adapter with the tool that made it")
     unknown = sorted(k for k, v in config.items() if k not in ANYTHING and v not in (None, False, [], {}, ""))
     if unknown or config.get("bias", "none") != "none":
         key = unknown[0] if unknown else "bias"
-        raise UnsupportedError(f"{CONFIG}: '{shown(key)}' is {shown(config[key])}, which cannot be merged", who=str(path), fix="merge the adapter with the tool that made it")
+        raise UnsupportedError(f"{CONFIG}: {shown(key)} is {shown(config[key])}, which cannot be merged", who=str(path), fix="merge the adapter with the tool that made it")
     start = config.get("init_lora_weights")
     if (start.lower() if isinstance(start, str) else start) not in STARTS:
         raise UnsupportedError(

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..core.errors import ModelFileError, UnsupportedError
+from ..core.errors import ModelFileError, UnsupportedError, UsageError
 from ..core.weights import TensorSource
 from .flm import FlmFile, read_flm
 from .flm_files import object_in, text_in, tokenizer_fields
 from .gguf import GGUFFile, metadata_value, read_gguf
 from .json_text import read_json
-from .reader import MappedFile, shown
+from .reader import MappedFile, file_of, shown
 from .safetensors_file import SafetensorsFile, file_in_folder, read_safetensors, read_sharded
 
 __all__ = ["ModelFiles", "TokenizerFiles", "open_model", "read_template", "read_text_side"]
@@ -139,7 +139,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
             )
         if suffix == ".json":
             raise file.error("a configuration alone holds no weights", fix=f"name its folder: {given.parent}")
-        raise file.wrong_magic("a model: a .gguf or .flm file or a folder with config.json and .safetensors files")
+        raise file.wrong_magic("a model: a .gguf or .flm file or a folder with config.json and .safetensors files", fix="name a model file, a folder, or a name that `fastllm list` shows")
     finally:
         file.close()
 
@@ -156,11 +156,20 @@ def read_text_side(folder: Path) -> tuple[TokenizerFiles, str | None, dict[str, 
 
 
 def read_template(path: Path) -> str:
-    """A chat template in a file of its own. Raises ModelFileError."""
+    """A chat template in a file of its own. Raises UsageError for a file that is none, or whose text takes nothing of the messages."""
+    option = "--chat-template"
     try:
-        return _read_bytes(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+        with file_of(option):
+            text = _read_bytes(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as exc:
-        raise ModelFileError(f"{path.name} at byte {exc.start}: not valid UTF-8", who=str(path), fix="save it as UTF-8", offset=exc.start) from None
+        raise UsageError(f"{option}: {path.name} at byte {exc.start}: not valid UTF-8", who=str(path), fix="save it as UTF-8", offset=exc.start) from None
+    if "{{" not in text:
+        raise UsageError(
+            f"{option}: {path.name} is no chat template: without {{{{ … }}}} it writes nothing of the messages",
+            who=str(path),
+            fix="name a file with a template in Jinja, such as the model's chat_template.jinja",
+        )
+    return text
 
 
 # GGUF ------------------------------------------------------------------------------------------------------------------

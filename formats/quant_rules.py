@@ -20,13 +20,13 @@ from ..core.quant import FORMATS
 from ..core.quantise import ENCODED
 from ..core.weights import TensorSource, WeightRef
 from .json_text import parse_json
-from .reader import MappedFile, shown
+from .reader import MappedFile, file_of, shown
 
 __all__ = ["DTYPES", "GROUP_SIZES", "QuantPlan", "QuantRules", "listed_rules", "plan_formats", "read_rules"]
 
 GROUP_SIZES = (32, 64, 128, 256)
-DTYPES = ("int4", "int4g32", "int4g64", "int4g128", "int4g256", "int8", "bf16", "f16", "f32", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
-"""What help texts list; `_resolve` takes a few more spellings."""
+DTYPES = ("int4", "int8", "bf16", "f16", "f32", *(name for name in ENCODED if not FORMATS[name].plain))
+"""What messages list: everything that a weight can be converted to. `_resolve` takes a few more spellings."""
 
 SMALL_INPUTS = 256
 """A 4-bit row with fewer inputs than this is kept in 8 bits: it is a small part of the model and a large part of its error."""
@@ -97,15 +97,10 @@ class QuantPlan:
 def read_rules(path: Path) -> tuple[tuple[str, str], ...]:
     """A `--dtype-config` file: a JSON list of {"key": regular expression, "dtype": name}; other keys are comments.
 
-    Raises ModelFileError for a file that is no JSON, ConfigError for one that is something else than such a list.
+    Raises UsageError for a file that cannot be read or is no JSON, ConfigError for one that is something else than such a list.
     """
-    file = MappedFile(path)
-    try:
-        if file.size > MAX_RULES_BYTES:
-            raise file.error(f"the file has {file.size} bytes; a list of rules has {MAX_RULES_BYTES} at most", fix="name another file")
-        listed = parse_json(bytes(file.data), path.name, str(path))
-    finally:
-        file.close()
+    with file_of("--dtype-config"):
+        listed = _read_list(path)
     fix = 'write [{"key": "mlp", "dtype": "int4g64"}]'
     if not isinstance(listed, list):
         raise ConfigError(f"{path.name} is no list of rules", who=str(path), fix=fix)
@@ -113,6 +108,16 @@ def read_rules(path: Path) -> tuple[tuple[str, str], ...]:
         if not isinstance(rule, dict) or not isinstance(rule.get("key"), str) or not isinstance(rule.get("dtype"), str):
             raise ConfigError(f"{path.name}: rule {index} has no 'key' and 'dtype' that are texts", who=str(path), fix=fix)
     return tuple((rule["key"], rule["dtype"]) for rule in listed)
+
+
+def _read_list(path: Path) -> Any:
+    file = MappedFile(path)
+    try:
+        if file.size > MAX_RULES_BYTES:
+            raise file.error(f"the file has {file.size} bytes; a list of rules has {MAX_RULES_BYTES} at most", fix="name another file")
+        return parse_json(bytes(file.data), path.name, str(path))
+    finally:
+        file.close()
 
 
 def listed_rules(path: str | os.PathLike[str] | None, moe_dtype: str | None) -> tuple[tuple[str, str], ...]:

@@ -20,14 +20,15 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import FastLLMError, ModelFileError, OutOfMemory
+from ..core.errors import FastLLMError, ModelFileError, OutOfMemory, UsageError
 from ._strings import read_strings
 
-__all__ = ["Cursor", "HeldFile", "MappedFile", "describe_content", "shown"]
+__all__ = ["Cursor", "HeldFile", "MappedFile", "describe_content", "file_of", "shown"]
 
 AGAIN = "download the file again: it is cut or damaged"
 
@@ -78,6 +79,16 @@ def describe_content(head: bytes) -> tuple[str, str] | None:
     if head and not head.strip(b"\0"):
         return "filled with zero bytes", "download the file again"
     return None
+
+
+@contextlib.contextmanager
+def file_of(option: str) -> Iterator[None]:
+    """A file that an option names and that is wrong is a wrong option, not a damaged model. Raises UsageError in place of ModelFileError."""
+    try:
+        yield
+    except ModelFileError as error:
+        fix = f"name another file: {option}" if error.fix.startswith("download") else error.fix
+        raise UsageError(f"{option}: {error.message}", who=error.who, why=error.why, fix=fix) from None
 
 
 class MappedFile:
@@ -131,12 +142,12 @@ class MappedFile:
             fields["offset"] = offset
         return ModelFileError(f"{os.path.basename(self.path)}{where}: {message}", who=self.path, why=why, fix=fix, **fields)
 
-    def wrong_magic(self, expected: str) -> ModelFileError:
-        """The error for a file that does not start as a file of kind `expected` must: says what it is, if that is known."""
+    def wrong_magic(self, expected: str, fix: str = AGAIN) -> ModelFileError:
+        """The error for a file that does not start as a file of kind `expected` must: says what it is, if that is known; if not, `fix`."""
         found = describe_content(self.head())
         if found:
             return self.error(f"this is {found[0]}, not {expected}", fix=found[1])
-        return self.error(f"this is not {expected}: it starts with {self.head(8).hex(' ')}", offset=0)
+        return self.error(f"this is not {expected}: it starts with {self.head(8).hex(' ')}", offset=0, fix=fix)
 
     def extent(self, name: str, offset: int, nbytes: int) -> np.ndarray:
         """Bytes [offset, offset + nbytes) as a u8 view. Raises ModelFileError naming `name` if the file does not hold them."""

@@ -79,6 +79,7 @@ def resolve(
     offline: bool | None = None,
     progress: Callable[[int, int | None, str], None] | None = None,
     notice: Callable[[str], None] | None = None,
+    waiting: Callable[[str], None] | None = None,
     licence: Callable[[str, str], None] | None = None,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -88,14 +89,14 @@ def resolve(
     """The path of `model`, fetched first if it is not here yet.
 
     offline: None asks FASTLLM_OFFLINE. progress(done bytes, total bytes or None, label) is called while bytes move;
-    notice(line) for what the user should know; licence(title, text) before a model is fetched the first time (raise in it to
+    notice(line) for what is done differently from what was asked; waiting(line) while another process fetches the same; licence(title, text) before a model is fetched the first time (raise in it to
     refuse). revision: branch, tag or commit of a hub repository, as `@REV`. cache_dir: instead of FASTLLM_HOME. refresh: ask
     the source again although a copy is in the cache. how: which files, where to, with which token.
 
     Raises ModelNotFound, UsageError (exit 2), DownloadError; the path itself is checked by `open_model`.
     """
     silent = Hooks()
-    hooks = Hooks(progress or silent.progress, notice or silent.notice, licence or silent.licence)
+    hooks = Hooks(progress or silent.progress, notice or silent.notice, waiting or silent.waiting, licence or silent.licence)
     if not model or "\0" in model:
         raise UsageError(
             "the model's name is empty or holds a NUL character", fix=f"name a file, a folder or one of {', '.join(ALIASES)}"

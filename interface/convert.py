@@ -75,6 +75,8 @@ def convert_model(
     from .core.plugins import BackendRegistry
 
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
+    for line in registry.messages:
+        say_note(line, options, "the choice of backends")
     definition = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)

@@ -31,7 +31,7 @@ def _ignore_message(line: str) -> None:
 class LoadOptions:
     """How a model is loaded.
 
-    backend: NAME[:DEVICE] or None (auto); backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
+    backend: NAME[:DEVICE] or None (auto); backend_origin: who named it, for messages; backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
     ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
@@ -49,6 +49,7 @@ class LoadOptions:
     """
 
     backend: str | None = None
+    backend_origin: str = "--backend"
     backend_options: Mapping[str, str] = field(default_factory=dict)
     threads: int = 0
     ctx: int | None = None
@@ -91,7 +92,8 @@ class LoadOptions:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise UsageError(f"{name} is {value!r}; it must be an integer from {low} to {high:,}", fix=f"--{name.replace('_', '-')} {max(low, 1)}")
+                fix = "leave it out: as many as this process has cores" if name == "threads" else f"--{name.replace('_', '-')} {high if _above(value, high) else max(low, 1)}"
+                raise UsageError(f"{name} is {value!r}; it must be an integer from {low} to {high:,}", fix=fix)
         for name, fix in (("ctx", "--ctx 4096"), ("kv_cache_tokens", "--kv-cache-size 4096tok")):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 8):
@@ -135,8 +137,12 @@ class LoadOptions:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {needed}", fix=f"leave {name} out, or give another value")
 
 
-def say_note(line: str, options: LoadOptions, who: str) -> None:
-    """Tells that something is done differently from what was asked; with `strict`, refuses it."""
+def _above(value: object, high: int) -> bool:
+    return isinstance(value, int) and value > high
+
+
+def say_note(line: str, options: LoadOptions, who: str, fix: str = "run without --strict to accept this") -> None:
+    """Tells that something is done differently from what was asked; with `strict`, refuses it, and names the way out."""
     if options.strict:
-        raise UsageError(f"--strict: {line}", who=who, fix="run without --strict to accept this")
+        raise UsageError(f"--strict: {line}", who=who, fix=fix)
     options.message(line)

@@ -153,7 +153,8 @@ def resolved(model: str | os.PathLike[str], options: LoadOptions) -> Path:
         os.fspath(model),
         offline=options.offline,
         progress=lambda done, total, label: options.progress(f"download {label}", done, total),
-        notice=options.message,
+        notice=lambda line: say_note(line, options, os.fspath(model)),
+        waiting=options.message,
         licence=options.licence,
         cache_dir=options.cache_dir,
     )
@@ -166,9 +167,9 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
 
     options.check()
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
-    selection = registry.select(options.backend)
+    selection = registry.select(options.backend, options.backend_origin)
     for line in registry.messages:
-        options.message(line)
+        say_note(line, options, "the choice of backends")
     files = open_files(model, options)
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)
@@ -186,18 +187,19 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
                 f"--ctx {options.ctx:,} is more than the {definition.max_position:,} tokens this model was made for",
                 who=str(files.path),
                 fix=f"--ctx {definition.max_position}",
+                max_position=definition.max_position,
             )
-        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options.message, options.strict, options.self_test)
+        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options)
         backends[selection.name] = backend
-        if backends[selection.name].warning:
-            options.message(backends[selection.name].warning)
+        if backend.warning:
+            say_note(backend.warning, options, f"backend '{selection.name}'")
         _open_helpers(registry, selection.name, backends)
         definition = replace(definition, graph=registry.transform_graph(definition.graph, selection))
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
         _report(plan, definition, files, options)
         if note := repacked_note(files, plan):
-            options.message(note)
+            say_note(note, options, str(files.path))
     except BaseException:
         close_all(unpacker.close, *(backend.close for backend in backends.values()), files.close)
         raise
@@ -275,16 +277,28 @@ def _fit(
                 free=available,
                 kind="plan",
             )
-        options.message(f"context {context:,} of the model's {wanted:,} tokens: that is what {_mib(available or 0)} of available memory holds")
+        line = f"context {context:,} of the model's {wanted:,} tokens: that is what {_mib(available or 0)} of available memory holds"
+        say_note(line, options, str(files.path), f"--ctx {context}")
     per_sequence = -(-context // size)
     blocks = -(-options.kv_cache_tokens // size) if options.kv_cache_tokens else per_sequence * sequences
     if options.kv_cache_bytes and block_bytes:
         blocks = options.kv_cache_bytes // block_bytes
     if blocks < per_sequence:
-        fix = f"--ctx {blocks * size}" if blocks else f"a cache of at least {_mib(per_sequence * block_bytes)}"
-        raise UsageError(f"a cache of {blocks * size:,} tokens does not hold one context of {context:,}", fix=fix)
-    if most is not None:
-        blocks = max(per_sequence, min(blocks, most))
+        fix = f"--kv-cache-size {per_sequence * size}tok" + (f", or --ctx {blocks * size}" if blocks else "")
+        raise UsageError(f"a cache of {blocks * size:,} tokens does not hold one context of {context:,}", who="--kv-cache-size", fix=fix)
+    if most is not None and blocks > most:
+        if options.kv_cache_tokens or options.kv_cache_bytes:
+            raise OutOfMemory(
+                f"a cache of {blocks * size:,} tokens does not fit in memory",
+                who="--kv-cache-size",
+                why=f"weights and activations {_mib(fixed)} + cache {_mib(blocks * block_bytes)} + reserve {_mib(RESERVE_BYTES)} "
+                f"> {MEMORY_SHARE:.0%} of {_mib(available or 0)} available",
+                fix=f"--kv-cache-size {most * size}tok, or less",
+                requested=fixed + blocks * block_bytes,
+                free=available,
+                kind="cache",
+            )
+        blocks = max(per_sequence, most)
     return (trial if (context, blocks) == (wanted, hoped) else planned(context, blocks)), context, available
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .core.errors import BackendBroken, DownloadError, UsageError
 from .formats.sources import env_flag
 from .host import plugin_folder
+from .load_options import LoadOptions, say_note
 
 if TYPE_CHECKING:
     from .core.backend import Backend
@@ -36,33 +37,30 @@ def open_checked(
     registry: BackendRegistry,
     selection: Selection,
     options_for: Callable[[Selection], Mapping[str, str]],
-    message: Callable[[str], None],
-    strict: bool = False,
-    self_test: bool | None = None,
+    options: LoadOptions,
 ) -> tuple[Selection, Backend]:
     """Opens and tests a selection; returns what was opened, which is another one if `auto` chose and the first was wrong.
 
-    options_for: the `--backend-opt` pairs of a selection; self_test: False skips the test, None asks FASTLLM_SELF_TEST. Raises what opening
-    raises, and BackendBroken with the wrong numbers."""
-    tested = env_flag("FASTLLM_SELF_TEST", True) if self_test is None else self_test
+    options_for: the `--backend-opt` pairs of a selection. Raises what opening raises, BackendBroken with the wrong numbers, and UsageError
+    where nothing may be done differently (`options.strict`)."""
+    tested = env_flag("FASTLLM_SELF_TEST", True) if options.self_test is None else options.self_test
     while True:
         values = options_for(selection)
         backend = registry.open(selection, values)
         try:
-            note = check_first_open(registry, selection, backend, values) if tested else ""
+            if note := check_first_open(registry, selection, backend, values) if tested else "":
+                say_note(note, options, f"backend '{selection.name}'")
         except BackendBroken as error:
             backend.close()
-            if selection.origin != "auto" or strict:
+            if selection.origin != "auto" or options.strict:
                 raise
             registry.set_aside(selection.name, error)
             selection = registry.select("auto")
-            message(f"{error.message}, so '{selection.name}' is used: {error.why}")
+            options.message(f"{error.message}, so '{selection.name}' is used: {error.why}")
         except BaseException:
             backend.close()
             raise
         else:
-            if note:
-                message(note)
             return selection, backend
 
 

@@ -167,7 +167,7 @@ def _quantisation(keys: Keys, known: tuple[str, ...]) -> dict[str, Any]:
     method = quantized.raw("quant_method", "unnamed")
     if method not in known:
         raise UnsupportedError(
-            f"the weights are quantised with '{shown(method)}', which is not read yet",
+            f"the weights are quantised with {shown(method)}, which is not read yet",
             who=keys.who,
             why="config.json has 'quantization_config'; read are " + ", ".join(known),
             fix="use the unquantised model or a GGUF file of it",

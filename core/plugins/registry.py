@@ -133,13 +133,15 @@ class BackendRegistry:
 
     # which one a run gets -----------------------------------------------------------------------------------------------
 
-    def select(self, name: str | None = None) -> Selection:
-        """Chooses a backend: `name` (NAME, NAME:DEVICE or auto; the flag) > FASTLLM_BACKEND > plugins.toml > auto.
+    def select(self, name: str | None = None, origin: str = "--backend") -> Selection:
+        """Chooses a backend: `name` (NAME, NAME:DEVICE or auto; the flag) > FASTLLM_BACKEND > plugins.toml > auto. origin: who gave the name.
 
         Raises BackendNotFound, BackendDisabled, BackendBroken, BackendIncompatible or BackendUnavailable for a named one, and
         UsageError for a device that the backend does not have.
         """
-        requested, origin = self._requested(name)
+        if name is not None and not name.strip():  # a script's variable that is not set must not mean the default
+            raise UsageError("the name of the backend is empty", who=origin, fix="leave it out, or name one: " + ", ".join(self.names()))
+        requested, origin = self._requested(name, origin)
         backend, separator, device = requested.partition(":")
         if backend == "auto":
             if separator:
@@ -296,10 +298,10 @@ class BackendRegistry:
 
     # choice -------------------------------------------------------------------------------------------------------------
 
-    def _requested(self, name: str | None) -> tuple[str, str]:
+    def _requested(self, name: str | None, origin: str) -> tuple[str, str]:
         setting = self.config.get("run", "backend")
-        if name:
-            return name, "--backend"
+        if name is not None:
+            return name, origin
         if variable := self._env.get("FASTLLM_BACKEND"):
             return variable, "FASTLLM_BACKEND"
         return (setting.value, f"{setting.where} [run] backend") if setting else ("auto", "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ def model_command(model: str | None, **values: Any) -> None:
     fastllm bench ./model.gguf --input-tokens 2048 --batch 8 --batch 32 --json
     """
     from ..bench import Bench
+    from ..core.errors import UsageError
     from ..loading import DEFAULT_MODEL, load_model
     from .terminal import Reporter
 
@@ -47,6 +49,11 @@ def model_command(model: str | None, **values: Any) -> None:
         raise click.UsageError(f"--batch {most} is more than --max-batch-size {values['max_batch_size']}")
     room = values["input_tokens"] + values["output_tokens"] + 1
     own = 16 + values["output_tokens"] + 1  # of a stream in a batch
+    if values["ctx"] is not None and values["ctx"] < max(room, own):
+        raise UsageError(
+            f"--ctx {values['ctx']} does not hold --input-tokens {values['input_tokens']} and --output-tokens {values['output_tokens']}", fix=f"--ctx {max(room, own)}"
+        )
+    given = values["ctx"] is not None or values["kv_cache_size"] is not None
     values["ctx"] = values["ctx"] or max(room, own, 64)
     # The prompt of a context stays beside new prompts; a stream is admitted if there is a spare block for it and every other.
     blocks = 2 * -(-room // 64) + most * (1 + -(-own // 64))
@@ -55,7 +62,8 @@ def model_command(model: str | None, **values: Any) -> None:
         size: dict[str, Any] = {"max_batch_size": values["max_batch_size"] or most}
         if values["kv_cache_size"] is None:
             size["kv_cache_tokens"] = max(64 * blocks, values["ctx"])
-        loaded = load_model(model or DEFAULT_MODEL, load_options(values, **size, **callbacks))
+        with _told_by_its_options(values, given):
+            loaded = load_model(model or DEFAULT_MODEL, load_options(values, **size, **callbacks))
     try:
         bench = Bench(loaded)
         facts = {"model": loaded.name, "backend": loaded.backend, "threads": loaded.threads, "load_s": loaded.load_s}
@@ -70,6 +78,25 @@ def model_command(model: str | None, **values: Any) -> None:
         loaded.close()
     if values["as_json"]:
         click.echo(json.dumps({**facts, "rows": [row.as_dict() for row in rows]}))
+
+
+@contextlib.contextmanager
+def _told_by_its_options(values: dict[str, Any], given: bool) -> Iterator[None]:
+    """A context or a cache that was computed here and not given is nothing that a user can change: the error names what can be."""
+    from ..core.errors import OutOfMemory, UsageError
+
+    try:
+        yield
+    except (UsageError, OutOfMemory) as error:
+        most = error.fields.get("max_position")
+        if given or not (most or isinstance(error, OutOfMemory)):
+            raise
+        asked = f"--input-tokens {values['input_tokens']} and --output-tokens {values['output_tokens']}"
+        if most is None:
+            raise OutOfMemory(error.message, who=asked, why=error.why, fix="fewer of them, or a smaller --batch", **error.fields) from None
+        left = most - values["output_tokens"] - 1
+        fix = f"--input-tokens {left}" if left > 0 else f"--input-tokens {most // 2} --output-tokens {most // 2 - 1}"
+        raise UsageError(f"{asked} are more than the {most:,} tokens this model was made for", who=error.who, fix=fix) from None
 
 
 def measure(bench: Bench, streams: list[int], values: dict[str, Any]) -> Iterator[Row]:

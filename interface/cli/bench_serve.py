@@ -18,10 +18,13 @@ from urllib.parse import urlsplit
 
 import click
 
+from ..core.errors import FastLLMError, UsageError
 from .command import Command
+from .terminal import escape_controls
 
 __all__ = ["Sample", "percentile", "run_load", "serve_command", "summary"]
 
+MAX_REFUSAL_BYTES = 1 << 16
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
@@ -41,11 +44,16 @@ class _Target:
     """Where requests go."""
 
     def __init__(self, url: str, key: str | None):
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise click.UsageError(f"{url} is no address of a server; write http://127.0.0.1:8000")
-        self.host, self.tls = parts.hostname, parts.scheme == "https"
-        self.port = parts.port or (443 if self.tls else 80)
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port, good = parts.hostname or "", parts.port, parts.scheme in ("http", "https") and url.isprintable() and " " not in url
+            host.encode("idna")
+        except ValueError:  # brackets that do not close, a port beyond 65535, a label of 64 characters
+            good = False
+        if not good or not host:
+            raise UsageError(f"'{url}' is no address of a server", who="URL", fix="write it as http://127.0.0.1:8000")
+        self.url, self.host, self.tls = url, host, parts.scheme == "https"
+        self.port = port or (443 if self.tls else 80)
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.headers = f"Host: {parts.netloc}\r\nConnection: close\r\n" + (f"Authorization: Bearer {key}\r\n" if key else "")
 
@@ -56,7 +64,11 @@ class _Target:
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.headers}{kind}\r\n".encode() + body)
         await writer.drain()
-        status = int((await reader.readline()).split()[1])
+        line = (await reader.readline()).split()
+        if len(line) < 2 or not line[0].startswith(b"HTTP/") or not line[1].isdigit():
+            writer.close()
+            raise ConnectionError("what answers speaks no HTTP" if line else "the connection was closed without an answer")
+        status = int(line[1])
         while (await reader.readline()).strip():
             pass
         return status, reader, writer
@@ -66,15 +78,26 @@ class _Target:
         status, reader, writer = await self.open("GET", path)
         raw = await reader.read()
         writer.close()
-        try:
-            found = json.loads(raw[raw.index(b"{") : raw.rindex(b"}") + 1])
-        except ValueError:
-            return {}
-        return found if status == 200 and isinstance(found, dict) else {}
+        return _object(raw) if status == 200 else {}
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in an answer; {} where there is none."""
+    try:
+        found = json.loads(raw[raw.index(b"{") : raw.rindex(b"}") + 1])
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 _HAS_TEXT: Final = re.compile(rb'"text"\s*:\s*"(?!")')  # a client that parses all it gets takes a good part of what a small model leaves of a machine
 _HAS_MORE: Final = re.compile(rb'"(?:error|usage)"\s*:\s*\{')
+
+
+def _said(error: Any) -> str:
+    """What the server says about a request that it does not answer."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return f": {escape_controls(message):.300}" if isinstance(message, str) else ""
 
 
 async def _request(target: _Target, body: dict[str, Any]) -> Sample:
@@ -84,8 +107,9 @@ async def _request(target: _Target, body: dict[str, Any]) -> Sample:
     try:
         status, reader, writer = await target.open("POST", "/v1/completions", json.dumps(body).encode())
         if status != 200:
+            refused = _object(await reader.read(MAX_REFUSAL_BYTES)).get("error")
             writer.close()
-            return Sample(error=f"status {status}")
+            return Sample(error=f"status {status}{_said(refused)}")
         done, rest = False, b""
         while not done and not sample.error and (data := await reader.read(1 << 16)):
             *lines, rest = (rest + data).split(b"\n")
@@ -105,7 +129,7 @@ async def _request(target: _Target, body: dict[str, Any]) -> Sample:
                 if _HAS_MORE.search(line):
                     event = json.loads(line[6:])
                     if error := event.get("error"):
-                        sample.error = str(error.get("code") or error.get("type"))
+                        sample.error = f"{error.get('code') or error.get('type')}{_said(error)}"
                         break
                     if usage := event.get("usage"):
                         sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
@@ -113,7 +137,7 @@ async def _request(target: _Target, body: dict[str, Any]) -> Sample:
         if not done and not sample.error:
             sample.error = "cut"
     except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
-        sample.error = type(error).__name__
+        sample.error = f"{type(error).__name__}: {error}".removesuffix(": ")
     sample.total_s = time.perf_counter() - start
     return sample
 
@@ -123,7 +147,11 @@ async def run_load(url: str, *, requests: int, clients: int, rate: float | None 
     """Runs a load: (a sample of each request, seconds in all). rate: requests a second that come at random; None: `clients` send one
     after the other. Prompts are random and differ from their first token on, so that no cache of prefixes helps."""
     target, rng = _Target(url, key), random.Random(seed)
-    vocabulary = (await target.get("/tokenizer_info")).get("vocab_size")
+    try:
+        vocabulary = (await target.get("/tokenizer_info")).get("vocab_size")
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise FastLLMError("the server cannot be reached", who=url, why=why, fix="start it (fastllm server MODEL), or correct the address; https:// if it speaks TLS") from None
 
     def prompt() -> Any:
         if isinstance(vocabulary, int) and vocabulary > 64:
@@ -213,11 +241,15 @@ def serve_command(url: str, **values: Any) -> int:
     found = summary(*asyncio.run(run()))
     load = {"rate": values["rate"]} if values["rate"] else {"clients": values["clients"]}
     found = {"url": url, **load, "input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"], **found}
+    nothing = bool(found["errors"]) and not found["tokens"]
     if values["as_json"]:
         click.echo(json.dumps(found))
+    elif nothing:
+        why = "; ".join(f"{count} × {error}" for error, count in found["errors"].items())
+        raise FastLLMError(f"none of {found['requests']} requests was answered", who=url, why=why, fix="change what the server refuses, or ask it: curl URL/health")
     else:
         click.echo("\n".join(_lines(found)))
-    return 1 if len(found["errors"]) and not found["tokens"] else 0
+    return int(nothing)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

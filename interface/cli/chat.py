@@ -41,24 +41,20 @@ class Chat:
         self.llm, self.params, self.system, self.quiet = llm, params, system, quiet
         self.switches = dict(switches or {})
         self._asked_raw = raw
-        self.raw = self._is_raw()
+        self.raw = raw or llm.loaded.template is None
         self.messages: list[dict[str, str]] = []
         self.last: Timings | None = None
         self.attached = ""  # text of files that goes before the next message
         self.load = load
         self._session = self._open_session(history)
 
-    def _is_raw(self) -> bool:
-        """Whether what is typed is continued as it is; said where the model is why."""
-        if self.llm.loaded.template is None and not self._asked_raw:
-            say("this model has no chat template: what you type is continued as it is")
-        return self._asked_raw or self.llm.loaded.template is None
-
     def take_model(self, llm: LLM) -> None:
         """Goes on with another model; the one before is closed."""
         self.llm, earlier = llm, self.llm
         earlier.close()
-        self.raw = self._is_raw()
+        self.raw = self._asked_raw or llm.loaded.template is None
+        if self.raw and not self._asked_raw:
+            say("this model has no chat template: what you type is continued as it is")
         if "enable_thinking" in self.switches and (llm.loaded.template is None or "enable_thinking" not in llm.loaded.template.variables):
             self.switches.clear()
 

@@ -27,6 +27,8 @@ OWN_VARIABLES = {"--backend": None, "--config": "FASTLLM_CONFIG_FILE"}
 """Options whose variable is not made of their name: FASTLLM_BACKEND is read where backends are chosen, FASTLLM_CONFIG is a folder."""
 
 
+MAY_BE_EMPTY = ("model_flag", "prompt", "system", "root_path")
+"""Options that an empty text is a value of; of the model's, `_model` tells."""
 OWN_KEYS = ("config_file", "dump_config")
 """Options that have no place in a configuration file."""
 
@@ -41,9 +43,9 @@ def long_name(option: click.Parameter) -> str:
     return next((o for o in (*option.opts, *option.secondary_opts) if o.startswith("--")), option.opts[0])
 
 
-def config_origin(ctx: click.Context, option: click.Parameter) -> str:
-    """The file that the value of an option is from."""
-    return str(ctx.meta.get("config_paths", {}).get(option.name, "a file"))
+def config_origin(ctx: click.Context, name: str | None) -> str:
+    """The file that the value of an option (by the name of its value) is from."""
+    return str(ctx.meta.get("config_paths", {}).get(name, "a file"))
 
 
 class ModelArgument(click.Argument):
@@ -104,12 +106,9 @@ class Command(click.Command):
             if given is not None and given.lower().endswith((".toml", ".json")):
                 rest = self._configured(ctx, args, rest, given, notes)
         for line in (*ctx.meta.pop("notes", ()), *notes):
-            if ctx.params.get("strict"):
-                raise click.UsageError(f"--strict: {line}", ctx)
-            if not ctx.params.get("quiet"):
-                from .terminal import say
+            from .terminal import note
 
-                say(f"fastllm: {line}")
+            note(line, ctx.params)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -123,14 +122,24 @@ class Command(click.Command):
     def _parsed(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click parses; the error for a value says where it is from, if not from the line."""
         try:
-            return super().parse_args(ctx, list(args))
+            rest = super().parse_args(ctx, list(args))
+            self._check_empty(ctx, args)
+            return rest
         except click.BadParameter as error:
             option = error.param
             source = ctx.get_parameter_source(option.name or "") if option is not None else None
             if option is None or isinstance(error, click.MissingParameter) or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
                 raise
-            where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else config_origin(ctx, option)
+            where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else config_origin(ctx, option.name)
             raise click.BadParameter(f"{error.message} (it is from {where})", ctx, option) from None
+
+    def _check_empty(self, ctx: click.Context, args: list[str]) -> None:
+        """A script's variable that is not set must not mean the default. Raises click.BadParameter for an option whose value is ""."""
+        typed: dict[str, Any] = {**(ctx.default_map or {}), **self.make_parser(ctx).parse_args(list(args))[0]}
+        for option in self.params:
+            value = typed.get(option.name or "") if option.name not in MAY_BE_EMPTY and isinstance(option, click.Option) else None
+            if value == "" or (isinstance(value, list | tuple) and "" in value):
+                raise click.BadParameter("it is empty: give it a value, or leave it out", ctx, option)
 
     def _configured(self, ctx: click.Context, args: list[str], rest: list[str], given: str, notes: list[str]) -> list[str]:
         """Parses again with the values of the configuration that stands in the place of the model, if it is one."""
@@ -156,6 +165,8 @@ class Command(click.Command):
             if typed is not None:  # the one argument of `run` is then the prompt
                 params["prompt_argument"] = typed
             params["model"] = flag
+        elif flag is not None:
+            ctx.meta["other_model"] = (flag, config_origin(ctx, "model_flag") if source == ParameterSource.DEFAULT_MAP else "the variable FASTLLM_MODEL")
         for parameter in self.params:
             if isinstance(parameter, ModelArgument) and parameter.needed and params["model"] is None:
                 raise click.MissingParameter(ctx=ctx, param=parameter)

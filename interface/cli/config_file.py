@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import UsageError
 from .command import OWN_KEYS, long_name, same_dashes
 from .old_flags import old_flag
 
@@ -65,7 +66,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
     if not isinstance(data, dict):
         raise click.UsageError(f"--config {path}: it is no object with options", ctx)
     names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in OWN_KEYS}
-    found: dict[str, Any] = {}
+    found, others = dict[str, Any](), list[str]()
     for key, value in data.items():
         if old and _is_unset(key, value):
             continue
@@ -82,12 +83,24 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
         if option is not None and not isinstance(value, dict):
             found[str(option.name)] = _fitting(option, value)
         elif option is None and name in _all_names():
-            notes.append(f"{path.name}: '{key}' has no effect: it is no option of `{ctx.command_path}`")
+            others.append(key)
         else:
-            known = ", ".join(sorted(n for n in names if len(n) > 1))
-            raise click.UsageError(f"--config {path}: no option '{key}'; there are {known}", ctx)
+            raise _unknown(key, path, [n for n in names if len(n) > 1 and not n.startswith("no-")], ctx)
+    if others:
+        many = len(others) > 1
+        listed = ", ".join(f"'{key}'" for key in others)
+        notes.append(f"{path.name}: {listed} {'have' if many else 'has'} no effect: {'they are no options' if many else 'it is no option'} of `{ctx.command_path}`")
     ctx.default_map = {**(ctx.default_map or {}), **found}
     ctx.meta.setdefault("config_paths", {}).update(dict.fromkeys(found, str(path)))
+
+
+def _unknown(key: str, path: Path, names: list[str], ctx: click.Context) -> UsageError:
+    """The error for a key that is no option of any command, with those that are spelt like it."""
+    import difflib
+
+    close = difflib.get_close_matches(same_dashes(key), names, 3, 0.6)
+    fix = f"did you mean {' or '.join(close)}?" if close else f"`{ctx.command_path} --help` shows the options; a key is an option's name without --"
+    return UsageError(f"{path}: there is no option '{key}'", who=str(path), fix=fix)
 
 
 def _is_unset(key: str, value: Any) -> bool:

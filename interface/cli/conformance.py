@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from .command import Group
+from .output import check_place, made_folder, write_text
 
 __all__ = ["conformance_command"]
 
@@ -86,6 +87,9 @@ def run_command(
 
     if compare is not None and not perf and (level != "gold" or quick or ops or cases):
         raise click.UsageError("--compare needs --perf")
+    for option, folder in (("--report-dir", report_dir), ("--dump", Path(dump) if dump else None)):
+        if folder is not None:
+            made_folder(option, folder)  # before the minutes that the run takes
     command = "fastllm conformance " + " ".join(_quoted(a) for a in _typed())
     options = RunOptions(
         _target(backend, backend_opt, plugins_file, plugin_paths), Selection(level, quick, ops, cases), seed, jobs, fail_fast, dump, expected, command,
@@ -174,6 +178,7 @@ def publish_command(reports: tuple[str, ...], into: Path, as_json: bool, debug: 
     from ..conformance.published import FILE, publish, standing_of
     from .terminal import escape_controls
 
+    check_place("--into", into / FILE)
     found = publish(reports, into / FILE)
     if as_json:
         click.echo(json.dumps(found, indent=1))
@@ -195,11 +200,13 @@ def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, a
     from ..conformance.mutants import self_test
     from .terminal import escape_controls
 
+    if write is not None:
+        check_place("--write", write)
     kills = self_test(mutants, jobs)
     bad = [k for k in kills if not k.good]
     table = [{"name": k.name, "family": k.family, "what": k.what, "verdict": k.verdict, "rule": k.rule, "case": k.case, "margin": None if k.margin is None else f"{k.margin:.3g}"} for k in kills]
     if write is not None:
-        write.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text("--write", write, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
     if as_json:
         click.echo(json.dumps(table, indent=1))
     else:
@@ -221,6 +228,8 @@ def calibrate_command(backends: tuple[str, ...], out: Path | None, jobs: int, as
     """
     from ..conformance.calibrate import calibrate, default_targets, named_target
 
+    if out is not None:
+        made_folder("--out", out)
     targets = [named_target(name) for name in backends] or default_targets()
     measured = calibrate(targets, out, jobs)
     if as_json:

@@ -11,6 +11,7 @@ import click
 
 from .command import Command, model_argument
 from .options import dtype_of, file_options, load_options, weight_options
+from .output import check_new
 
 if TYPE_CHECKING:
     from ..convert import ConvertReport
@@ -63,8 +64,7 @@ def convert_command(model: str, output: Path, **values: Any) -> None:
     from ..loading import open_files
     from .terminal import Reporter
 
-    if output.exists() and not values["overwrite"]:
-        raise click.UsageError(f"{output} exists; --overwrite replaces it")
+    check_new("-o", output, values["overwrite"])
     listed = listed_rules(values["dtype_config"], values["moe_dtype"])
     names = ("no_quant_layer", "allow_requantize", "method")
     rules = QuantRules(dtype_of(values), **{name: values[name] for name in names}, group_size=int(values["group_size"]), rules=listed)

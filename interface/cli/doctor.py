@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import FastLLMError
 from .command import Command
 
 __all__ = ["doctor_command"]
@@ -83,8 +84,11 @@ def _caches() -> dict[str, str]:
     from ..formats.sources import list_cached
 
     notes: list[str] = []
-    root = writable_root(None, Hooks(notice=notes.append))
-    cached = list_cached()
+    try:
+        root = writable_root(None, Hooks(notice=notes.append))
+        cached = list_cached()
+    except FastLLMError as error:
+        return {"folder": "none", "note": f"{error.message}; {error.fix}"}
     free = shutil.disk_usage(root).free
     result = {"folder": str(root), "free": f"{free / 1e9:.1f} GB", "models": ", ".join(m.name for m in cached) or "none yet"}
     return result | ({"note": "; ".join(notes)} if notes else {})
@@ -106,7 +110,10 @@ def _smoke() -> dict[str, str]:
 
     from ..formats.sources import list_cached
 
-    models = sorted(list_cached(), key=lambda m: m.size_bytes)
+    try:
+        models = sorted(list_cached(), key=lambda m: m.size_bytes)
+    except FastLLMError as error:
+        return {"state": f"not run: {error.message}", "hint": error.fix}
     if not models:
         return {"state": "not run: no model is here", "hint": "fastllm download"}
     command = ["run", models[0].name, "--prompt", "Count to one hundred: one, two,", "-n", "64", "--ignore-eos", "--temperature", "0"]
@@ -145,7 +152,7 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     if ready == ["ref"]:
         lines.append("only the numpy backend is ready: answers are right but slow")
     if "note" in facts["caches"]:
-        lines.append("set FASTLLM_HOME to a folder that can be written")
+        lines.append(f"models: {facts['caches']['note']}")
     if flags := _flags(facts):
         lines.append(f"recommended here: {flags}")
     if facts["smoke"]["state"].startswith("failed"):

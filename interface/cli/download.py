@@ -34,14 +34,15 @@ def download_command(model: str | None, as_json: bool, **values: Any) -> None:
     """
     from ..formats.sources import FetchOptions, resolve
     from ..loading import DEFAULT_MODEL
-    from .terminal import Reporter
+    from .terminal import Reporter, note
 
     how = FetchOptions(**{name: values[name] for name in ("include", "exclude", "local_dir", "token", "jobs")})
     with Reporter.of(values, silent=as_json) as reporter:
         path = resolve(
             model or DEFAULT_MODEL,
             progress=lambda done, total, label: reporter.progress(f"download {label}", done, total),
-            notice=reporter.message,
+            notice=lambda line: note(line, values),
+            waiting=reporter.message,
             licence=reporter.licence,
             how=how,
             **{name: values[name] for name in ("revision", "refresh", "cache_dir", "offline")},

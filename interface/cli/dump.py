@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from .command import OWN_KEYS, Command, config_origin, long_name, model_argument
 from .options import load_options, model_options, sampling_options
+from .output import check_new, write_text
 from .server import server_options
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def dump_config_command(model: str | None, output: Path | None, overwrite: bool,
     fastllm dump-config ./model.gguf --ctx 4096 -o mine.toml
     fastllm server mine.toml --port 8080
     """
-    if output is not None and output.exists() and not overwrite:
-        raise click.UsageError(f"{output} exists; --overwrite replaces it")
+    if output is not None:
+        check_new("-o", output, overwrite)
     print_config(click.get_current_context())
 
 
@@ -92,12 +93,7 @@ def print_config(ctx: click.Context) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    part = output.with_name(f"{output.name}.part-{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(output)
-    finally:
-        part.unlink(missing_ok=True)
+    write_text("-o", output, text)
     click.echo(str(output))
 
 
@@ -127,8 +123,14 @@ def _settled(ctx: click.Context, planned: ModelPlan) -> dict[str, tuple[Any, str
 
     selection, options, limits = planned.selection, planned.options, planned.plan.limits
     whole = planned.context == planned.definition.max_position
+    name, device = str(selection) if selection.device else selection.name, ctx.params.get("device")
+    chosen = "the best that is ready" if selection.origin == "auto" else selection.origin
+    if device is not None:
+        chosen = _given(ctx, "device", f"--device {device}")
+    elif ctx.params.get("backend") is not None:
+        chosen = _given(ctx, "backend")
     found: dict[str, tuple[Any, str]] = {
-        "backend": (str(selection) if selection.device else selection.name, "the best that is ready" if selection.origin == "auto" else selection.origin),
+        "backend": (name, chosen),
         "ctx": (planned.context, "the model's own" if whole else "as far as memory allows"),
         "max_batch_size": (limits.max_sequences, "8 for a server, else 1"),
         "kv_cache_size": (f"{limits.num_blocks * limits.block_size}tok", "the contexts of all sequences, as far as memory allows"),
@@ -137,13 +139,19 @@ def _settled(ctx: click.Context, planned: ModelPlan) -> dict[str, tuple[Any, str
         found["threads"] = (planned.backends[selection.name].threads, "the cores that this process may use")
     if options.dtype is not None:
         bits = ctx.params.get("quant_bit")
-        found["dtype"] = (options.dtype, f"--quant-bit {bits}" if bits else "command line, variable or file")
+        found["dtype"] = (options.dtype, _given(ctx, "quant_bit", f"--quant-bit {bits}") if bits else _given(ctx, "dtype"))
     if "temperature" in ctx.params:
         said, defaults = planned.files.generation_config, _generation_defaults(planned.files)
         for name, field in SAMPLING.items():
             own = said.get(field) is not None or (field == "temperature" and said.get("do_sample") is False)
             found[name] = (getattr(defaults, field), "generation_config.json" if own else "built in")
     return found
+
+
+def _given(ctx: click.Context, name: str, shown: str = "") -> str:
+    """Where the value of the option that has this name is from, and how it was given if it is written as another one."""
+    where = _origin(ctx, next(p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name))
+    return f"{where}: {shown}" if shown else where
 
 
 def _origin(ctx: click.Context, option: click.Option) -> str:
@@ -153,7 +161,7 @@ def _origin(ctx: click.Context, option: click.Option) -> str:
         return "command line"
     if source == ParameterSource.ENVIRONMENT:
         return f"variable {option.envvar}"
-    return config_origin(ctx, option) if source == ParameterSource.DEFAULT_MAP else "default"
+    return config_origin(ctx, option.name) if source == ParameterSource.DEFAULT_MAP else "default"
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 __all__ = ["main", "run_command"]
 
 CLOSED_PIPE = 141
+SYSTEM_FIXES = {
+    errno.ENOENT: "check the path: a file or folder of it is not there",
+    errno.ENOTDIR: "check the path: a part of it is no folder",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EACCES: "name another path, or change its permissions",
+    errno.EPERM: "name another path, or change its permissions",
+    errno.EROFS: "name a path on a disk that can be written",
+    errno.ENOSPC: "free some space, or name a path on another disk",
+    errno.EDQUOT: "free some space, or name a path on another disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the system has no file descriptor left: close other programs",
+    errno.EAGAIN: "the system starts no more threads or processes: raise ulimit -u, or close other programs",
+    errno.ENOMEM: "free memory, or raise the limit (ulimit -v)",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ELOOP: "check the path: its links lead in a circle",
+    errno.EIO: "check the disk that the file is on",
+    errno.EADDRINUSE: "choose another --port, or 0 for a free one",
+}
+"""What can be done about what the system refuses, where nothing nearer to it knew better."""
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -120,7 +139,8 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
     if isinstance(error, OSError) and error.filename is None and error.errno in WRITE_ERRORS:
         return errors.FastLLMError(f"the output cannot be written: {error.strerror}", fix="check where stdout goes")
     if isinstance(error, OSError):
-        return errors.FastLLMError(f"{error.strerror or error}", who=str(error.filename or ""))
+        name = f"{error.filename}: " if error.filename else ""
+        return errors.FastLLMError(f"{name}{error.strerror or error}", who=str(error.filename or ""), fix=SYSTEM_FIXES.get(error.errno or 0, "run again with --debug to see where it failed"))
     text = f"internal error: {type(error).__name__}: {error}"
     return errors.FastLLMError(text, fix="this is a bug of fastllm; run again with --debug and report it")
 

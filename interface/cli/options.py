@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from .command import same_dashes
+from .command import config_origin, same_dashes
 from .sizes import CacheSize
+from .terminal import note
 
 __all__ = ["cache_options", "dtype_of", "file_options", "load_options", "model_options", "output_options", "parse_pairs", "sampling_options", "thinking_option", "weight_options"]
 
@@ -45,12 +46,12 @@ _weights = (
     click.option("--moe-dtype", metavar="NAME", help="The type of routed experts.  [default: that of the rest]"),
     click.option("--no-quant-layer", metavar="REGEX", help="Weights whose name matches keep their type."),
     click.option("--dtype-config", type=_path(), help='JSON list of {"key": REGEX, "dtype": NAME}; the last match wins.'),
-    click.option("--lora", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter (PEFT) to merge into the weights of a Hugging Face folder; may be repeated."),
+    click.option("--lora", metavar="FOLDER", type=_path(dir_okay=True), multiple=True, help="Folder of a LoRA adapter (PEFT) to merge into the weights of a Hugging Face folder; may be repeated."),
     click.option("--allow-requantize", is_flag=True, help="Quantise weights again that are quantised already."),
 )
 
 _cache = (
-    click.option("--cache-dir", type=_path(dir_okay=True), help="Folder for fetched models.  [default: FASTLLM_HOME, and the hub's own]"),
+    click.option("--cache-dir", metavar="FOLDER", type=_path(dir_okay=True), help="Folder for fetched models.  [default: FASTLLM_HOME, and the hub's own]"),
     click.option("--offline", is_flag=True, default=None, help="Use no network; only models that are here."),
 )
 
@@ -162,7 +163,7 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     names: tuple[str, ...] = ("threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict", "lora", "cache_dir")
     names += ("no_quant_layer", "dtype_config", "moe_dtype", "allow_requantize", "verbose", "block_size", "prefill_chunk", "chat_template", "tokenizer_from")
     chosen = {name: values[name] for name in names if name in values}
-    chosen |= {"backend": _backend(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
+    chosen |= {"backend": _backend(values), "backend_origin": _backend_origin(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
     if values.get("no_self_test"):
         chosen["self_test"] = False
     if values.get("max_batch_size"):
@@ -172,7 +173,7 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
         chosen[f"kv_cache_{kind}"] = amount
     if "group_size" in values:
         chosen["group_size"] = int(values["group_size"])
-        _check_group_size(values, extra.get("message"))
+        _check_group_size(values)
     return LoadOptions(backend_options=parse_pairs(values.get("backend_opt", ())), **(chosen | extra))
 
 
@@ -190,7 +191,7 @@ def dtype_of(values: Mapping[str, Any]) -> str | None:
 def _backend(values: Mapping[str, Any]) -> str | None:
     """NAME[:DEVICE] of `--backend` and `--device`. Raises for a device beside another one, and for several devices."""
     backend, device = values.get("backend"), values.get("device")
-    if not device:
+    if device is None:
         return backend
     if re.search(r"[,{=]|multi|numa", device) or device.count(":") > 1:
         from ..core.errors import UnsupportedError
@@ -207,15 +208,21 @@ def _backend(values: Mapping[str, Any]) -> str | None:
     return f"{own}:{chosen}" if chosen else own
 
 
-def _check_group_size(values: Mapping[str, Any], message: Callable[[str], None] | None) -> None:
+def _backend_origin(values: Mapping[str, Any]) -> str:
+    """Who names the backend: an option as it was given, or the file that it is from."""
+    context = click.get_current_context()
+    named = []
+    for name in ("backend", "device"):
+        if values.get(name) is not None:
+            given = context.get_parameter_source(name) == ParameterSource.DEFAULT_MAP
+            named.append(f"{config_origin(context, name)}: {name}" if given else f"--{name} {values[name]}")
+    kind = KINDS.get(same_dashes((values.get("device") or "").partition(":")[0]).lower())
+    return " and ".join(named) + (f", that is --backend {kind}" if kind else "") or "--backend"
+
+
+def _check_group_size(values: Mapping[str, Any]) -> None:
     """--group-size is about weights that are converted; without a conversion it says nothing, and that is said."""
     source = click.get_current_context().get_parameter_source("group_size")
     if source in (None, ParameterSource.DEFAULT) or any(values.get(name) for name in ("dtype", "dtype_config", "quant_bit", "moe_dtype")):
         return
-    text = "--group-size has no effect: weights stay as they are stored without --dtype"
-    if values.get("strict"):
-        raise click.UsageError(f"{text}; give --dtype int4, or leave it out")
-    if message is not None:
-        message(text)
-    elif not values.get("quiet"):
-        click.echo(f"fastllm: {text}", err=True)
+    note("--group-size has no effect: weights stay as they are stored without --dtype", values, "leave it out, or give --dtype int4")

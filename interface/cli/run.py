@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from ..core.errors import UsageError
 from .collector import collector_at_rest
 from .command import Command, model_argument
 from .options import load_options, model_options, sampling_options, thinking_option
+from .terminal import note
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
@@ -63,7 +66,7 @@ def run_command(model: str | None, **values: Any) -> int:
         values["prompt"] = values["prompt_argument"]
     for name, texts in (("prompt", [values["prompt"]]), ("system", [values["system"]]), ("stop", values["stop"])):
         _check_text(f"--{name}", texts)
-    prompt = _prompt(values["prompt"], values["interactive"])
+    prompt = _prompt(values["prompt"], values["interactive"], _meant_as_prompt(model))
     chat = values["interactive"] or prompt is None
     if chat and values["as_json"]:
         raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
@@ -77,10 +80,13 @@ def run_command(model: str | None, **values: Any) -> int:
     use_threads(values["threads"])
     from ..loading import DEFAULT_MODEL
 
-    llm = _load(values, model or DEFAULT_MODEL)
+    llm = _load_named(values, model or DEFAULT_MODEL)
     with llm:
         if values["system"] and llm.loaded.template is None:
             raise click.UsageError("this model has no chat template: --system has no place in its prompt")
+        if llm.loaded.template is None and not values["raw"] and values["tools"] is None:
+            what = "what you type" if chat else "the prompt"
+            note(f"this model has no chat template: {what} is continued as it is (as with --raw)", values, "--raw")
         params, switches = _params(values), _switches(llm, values)
         if chat:
             from .chat import Chat
@@ -92,6 +98,27 @@ def run_command(model: str | None, **values: Any) -> int:
             finally:
                 talk.llm.close()
         return _answer(llm, prompt or "", params, values, switches)
+
+
+def _load_named(values: dict[str, Any], model: str) -> LLM:
+    """The model. Raises ModelNotFound, also for a word that was meant as the prompt."""
+    from ..core.errors import ModelNotFound
+
+    try:
+        return _load(values, model)
+    except ModelNotFound as error:
+        if not (hint := _meant_as_prompt(model)):
+            raise
+        raise ModelNotFound(error.message, who=error.who, why=error.why, fix=hint, **error.fields) from None
+
+
+def _meant_as_prompt(word: str | None) -> str:
+    """What to type for a word in the place of MODEL, where a file or a variable names the model; "" where it is no question."""
+    context = click.get_current_context()
+    other = context.meta.get("other_model")
+    if other is None or context.get_parameter_source("prompt") == ParameterSource.COMMANDLINE:
+        return ""
+    return f"{other[1]} names the model {other[0]}, and '{word}' was typed in its place; as the prompt: --prompt '{word}'"
 
 
 def _load(values: dict[str, Any], model: str) -> LLM:
@@ -132,8 +159,8 @@ def _check_text(name: str, texts: Iterable[str | None]) -> None:
             raise click.UsageError(f"{name} holds bytes that are not text (UTF-8)")
 
 
-def _prompt(given: str | None, interactive: bool) -> str | None:
-    """The prompt: option, pipe, or both joined; None: chat."""
+def _prompt(given: str | None, interactive: bool, hint: str) -> str | None:
+    """The prompt: option, pipe, or both joined; None: chat. hint: what to do if there is none."""
     if interactive or sys.stdin.isatty():
         return given
     if given is not None and not _is_pipe_or_file():
@@ -144,7 +171,7 @@ def _prompt(given: str | None, interactive: bool) -> str | None:
     except UnicodeDecodeError as error:
         raise click.UsageError(f"the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
     if given is None and not piped.strip():
-        raise click.UsageError("there is no prompt: the input is empty; give --prompt TEXT, or -i to chat")
+        raise UsageError("there is no prompt, and the input is empty", fix=hint or "--prompt TEXT, or -i to chat")
     return "\n".join(part for part in (given, piped) if part)
 
 
@@ -170,26 +197,17 @@ def _switches(llm: LLM, values: dict[str, Any]) -> dict[str, Any]:
         return {}
     if llm.loaded.template is not None and not values["raw"] and "enable_thinking" in llm.loaded.template.variables:
         return {"enable_thinking": values["thinking"] == "on"}
-    from .terminal import say
-
-    line = "--thinking has no effect: this model's template has no such switch"
-    if values["strict"]:
-        raise click.UsageError(f"--strict: {line}")
-    if not values["quiet"]:
-        say(f"fastllm: {line}")
+    note("--thinking has no effect: this model's template has no such switch", values, "leave --thinking out")
     return {}
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, values: dict[str, Any], switches: dict[str, Any]) -> int:
     """Answers one prompt, streaming, and prints the statistics."""
-    from .terminal import say, write_answer
+    from .terminal import write_answer
 
     if values["tools"] is not None:
         return _answer_with_tools(llm, prompt, params, values, switches)
-    raw = values["raw"] or llm.loaded.template is None
-    if raw and not values["raw"] and not values["quiet"]:
-        say("fastllm: this model has no chat template: the prompt is continued as it is (as with --raw)")
-    if raw:
+    if values["raw"] or llm.loaded.template is None:
         ids = llm.encode(prompt, parse_special=False)
     else:
         ids = llm.render(_messages(prompt, values), **switches)
@@ -230,11 +248,8 @@ def _answer_with_tools(llm: LLM, prompt: str, params: SamplingParams, values: di
     from .tools import prepare_tools
 
     asked = prepare_tools(llm, values["tools"], values["tool_choice"] or "auto", _messages(prompt, values), switches)
-    for note in asked.notes:
-        if values["strict"]:
-            raise click.UsageError(f"--strict: {note}")
-        if not values["quiet"]:
-            say(f"fastllm: {note}")
+    for line in asked.notes:
+        note(line, values)
     answer, as_json, open_line = llm.stream(asked.ids, params, grammar=asked.grammar, keep_special=asked.keep), values["as_json"], False
 
     def write(text: str, calls: list[dict[str, Any]]) -> None:

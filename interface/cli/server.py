@@ -25,6 +25,7 @@ PARSERS: Final = (
 )  # fmt: skip
 """Names of `text.output.FORMATS`, which loads too much for --help."""
 
+LEAST_BODY: Final = 4096  # bytes; a server that takes no ordinary request is of no use
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
 
 
@@ -50,7 +51,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--max-queue", type=click.IntRange(1, 1 << 20), default=256, help="Requests that may wait; more get 503.  [default: 256]"),
         click.option("--queue-timeout", type=click.FloatRange(0.001), help="Seconds a request may wait.  [default: for ever]"),
         click.option("--schedule", type=click.Choice(["fcfs", "shortest-remaining"]), default="fcfs", help="Who runs first.  [default: fcfs]"),
-        click.option("--max-body", type=Size(1), default="32MiB", help="Largest body.  [default: 32MiB]"),
+        click.option("--max-body", type=Size(LEAST_BODY), default="32MiB", help="Largest body.  [default: 32MiB]"),
         click.option("--drain", type=click.FloatRange(0), default=30.0, help="Seconds that running requests get at the end.  [default: 30]"),
         click.option("--sse-ping", type=click.FloatRange(0.1), default=15.0, help="Seconds of silence of a stream before a comment is sent.  [default: 15]"),
         click.option("--embedding", type=click.Choice(["last", "mean", "cls"]), is_flag=False, flag_value="last", help="Serve vectors of texts, pooled so, instead of answers; without a value: last."),

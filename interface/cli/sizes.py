@@ -28,8 +28,10 @@ class Size(click.ParamType):
         found = _FORM.fullmatch(str(value).strip())
         unit = _UNITS.get(found[2].lower()) if found else None
         size = int(float(found[1]) * unit) if found and unit else -1
-        if size < self.least:
+        if size < 0:
             self.fail(f"{value!r} is no size; write 512MiB, 2G or a number of bytes", param, ctx)
+        if size < self.least:
+            self.fail(f"{value!r} is too small: {self.least:,} bytes at least", param, ctx)
         return size
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-__all__ = ["Reporter", "escape_controls", "event", "say", "stats_line", "write_answer"]
+__all__ = ["Reporter", "escape_controls", "event", "note", "say", "stats_line", "write_answer"]
 
 SILENT_S = 2.0  # after the start, before lines say how far something else than a download is
 LOG = logging.getLogger("fastllm")  # parent of what backends log
@@ -38,6 +38,17 @@ def say(text: str) -> None:
         event("message", text=text.removeprefix("fastllm: "))
     else:
         click.echo(escape_controls(text), err=True)
+
+
+def note(line: str, values: Mapping[str, Any], fix: str = "run without --strict to accept this") -> None:
+    """Tells that something is done differently from what was asked, as the options of a command say: nothing with `--quiet`; with `--strict`
+    it is refused. Raises UsageError. `say_note` is the same for who has `LoadOptions`."""
+    if values.get("strict"):
+        from ..core.errors import UsageError
+
+        raise UsageError(f"--strict: {line}", fix=fix)
+    if not values.get("quiet"):
+        say(f"fastllm: {line}")
 
 
 def event(kind: str, **fields: Any) -> None:

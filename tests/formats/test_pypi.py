@@ -456,7 +456,7 @@ from fastllm.formats import resolve
 def progress(done, total, label):
     if "kill" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
-print(resolve("pypi:tiny", progress=progress, notice=lambda line: print(line, flush=True)), flush=True)
+print(resolve("pypi:tiny", progress=progress, waiting=lambda line: print(line, flush=True)), flush=True)
 """
 
 

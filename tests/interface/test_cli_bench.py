@@ -45,7 +45,7 @@ def test_a_backend_without_limits_says_so(run, tiny_model):
     assert done.out.count("no limit known") == 4
 
 
-@pytest.mark.parametrize(("options", "message"), [(("--ctx", "16"), "do not fit in the context of 16"), (("--input-tokens", "4000"), "more than the")])
+@pytest.mark.parametrize(("options", "message"), [(("--ctx", "16"), "--ctx 16 does not hold --input-tokens 512"), (("--input-tokens", "4000"), "more than the")])
 def test_what_does_not_fit_is_refused(run, tiny_model, options, message):
     done = run("bench", tiny_model, *SHORT, *options)
     assert done.code == 2

@@ -154,7 +154,7 @@ def test_inspect_touches_no_weight(tiny_model, tmp_path):
 def test_plan_says_what_a_model_takes(run, tiny_model):
     facts = json.loads(run("plan", tiny_model, "--json", "--no-measure", "--backend", "ref").out)
     assert facts["backend"] == "ref"
-    assert facts["backend_origin"] == "--backend"
+    assert facts["backend_origin"] == "--backend ref"
     assert facts["layers"] == [{"layers": "0–1", "device": "ref"}]
     assert facts["fallbacks"] == []
     assert facts["total_bytes"] == facts["weights_bytes"] + facts["cache_bytes"] + facts["activations_bytes"]

@@ -383,9 +383,14 @@ def test_a_template_may_be_another_one(run, answer, tiny_model, tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert len(answer("--chat-template", path)["prompt_ids"]) == len("hello")
-    path.write_text("{% for x in")
+    path.write_text("{{ messages }}{% for x in")
     assert run("run", tiny_model, "--prompt", "x", "--chat-template", path).code == 1
-    assert run("run", tiny_model, "--prompt", "x", "--chat-template", tmp_path / "absent").code == 1
+    for text, word in (("You are a helpful assistant.", "no chat template"), ("{{ x }}\udcff", "UTF-8")):
+        path.write_text(text, errors="surrogateescape")
+        done = run("run", tiny_model, "--prompt", "x", "--chat-template", path)
+        assert (done.code, word in done.err) == (2, True), done.err
+    done = run("run", tiny_model, "--prompt", "x", "--chat-template", tmp_path / "absent")
+    assert (done.code, "--chat-template: absent: there is no such file" in done.err) == (2, True)
 
 
 def test_the_tokenizer_may_be_of_another_folder(run, answer, tiny_model, tmp_path):

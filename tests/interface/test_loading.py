@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -211,10 +212,22 @@ def test_a_model_that_fits_is_planned_once(tiny_model, monkeypatch):
     assert plans == [2]
     plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, kv_cache_bytes=1 << 20)).close()
     assert len(plans) == 3, "how many blocks so many bytes are is known from a plan"
+
+
+@pytest.mark.parametrize("asked", [{"kv_cache_tokens": 1 << 24}, {"kv_cache_bytes": 1 << 40}])
+def test_a_cache_that_was_asked_for_and_does_not_fit_is_refused_and_never_cut(tiny_model, monkeypatch, asked):
     monkeypatch.setattr(loading, "available_memory", lambda: 400 << 20)
-    planned = plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, kv_cache_tokens=1 << 24))
-    assert planned.plan.limits.num_blocks < (1 << 24) // 64, "no more than memory holds"
+    with pytest.raises(OutOfMemory, match="does not fit") as caught:
+        plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, **asked))
+    error = caught.value
+    fits = int(re.search(r"--kv-cache-size (\d+)tok", error.fix)[1])
+    assert error.fields["kind"] == "cache"
+    planned = plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=2, kv_cache_tokens=fits))
+    assert planned.plan.limits.num_blocks == fits // 64, "what the error names is had, whole"
     planned.close()
+    unasked = plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=4096))
+    assert unasked.plan.limits.num_blocks <= 4096, "what nobody asked for is as large as memory allows"
+    unasked.close()
 
 
 CUT = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 
 import pytest
 
@@ -40,9 +42,39 @@ def test_the_table_is_for_people(server, command):
 
 def test_errors_are_counted_and_a_dead_server_is_a_failure(server, command):
     code, said = command(server.url, "--requests", "2", "--input-tokens", "5000", "--json")
-    assert (code, json.loads(said.out)["errors"]) == (1, {"status 400": 2})
-    code, said = command("ftp://x")
-    assert code == 2
+    (error, count), *others = json.loads(said.out)["errors"].items()
+    assert (code, count, others) == (1, 2, [])
+    assert error.startswith("status 400: the prompt has 5000 tokens"), "what the server says is not hidden"
+    code, said = command(server.url, "--requests", "2", "--input-tokens", "5000", "--warmup", "0")
+    assert (code, "none of 2 requests was answered" in said.err, "2 × status 400: the prompt has 5000" in said.err) == (1, True, True)
+    assert said.out == "", "no table of zeros"
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://[::1", "http://127.0.0.1:99999", "", "http:// a", f"http://{'x' * 64}.org", "http://a\nb"])
+def test_what_is_no_address_is_told_as_such(command, url):
+    code, said = command(url)
+    assert (code, "is no address of a server" in said.err, "fix: write it as http://127.0.0.1:8000" in said.err) == (2, True, True)
+
+
+def test_a_server_that_is_not_there_or_speaks_something_else_is_told(command):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer():
+            for reply in (b"+OK ready\r\n", b""):
+                client, _ = listening.accept()
+                with client:
+                    client.recv(4096)
+                    client.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for why in ("speaks no HTTP", "closed without an answer"):
+            code, said = command(f"http://127.0.0.1:{port}")
+            assert (code, why in said.err, "fix: start it" in said.err) == (1, True, True), said.err
+        thread.join()
+    code, said = command(f"http://127.0.0.1:{port}")
+    assert (code, "cannot be reached" in said.err, "fix: start it" in said.err) == (1, True, True), said.err
 
 
 def test_percentiles_are_values_that_were_seen():
