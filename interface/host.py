@@ -5,6 +5,7 @@ and the host's sampler. Nothing here knows a backend; `fastllm.api` loads this m
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,14 +70,16 @@ def plugin_facts(
 
 
 def plugin_folder(module: str) -> Path | None:
-    """The folder of a plug-in's package; None for a file of `--plugin`, or a module that is not found."""
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    """The folder of a plug-in's package; None for a file of `--plugin`, or a module that is not found. Imports nothing: a package's own code may
+    do anything, and this is asked of those that nobody chose."""
+    name, path, found = "", None, None
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        found = next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, path)) is not None), None)
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+    return Path(found.origin).parent if found is not None and found.origin else None
 
 
 @dataclass

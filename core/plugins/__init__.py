@@ -1,8 +1,9 @@
 """How backends are found, loaded, chosen and opened.
 
 `BackendRegistry` is all that the engine and the command line use. Discovery imports nothing; a plug-in is imported when it is
-named, or when `auto` has to know every candidate; each has a pluggy manager of its own, so that no plug-in can answer, wrap or
-end a call that was meant for another. A plug-in that fails is a state and an error with an owner, never a traceback.
+named, or when `auto` has to know every candidate, and asked in a child process until it is the one to open; each has a pluggy manager
+of its own, so that no plug-in can answer, wrap or end a call that was meant for another. A plug-in that fails is a state and an error
+with an owner, never a traceback.
 
     config      plugins.toml: layers, checks, file and line of every value
     discovery   entry points of the group `fastllm.backends`, without an import
@@ -11,13 +12,14 @@ end a call that was meant for another. A plug-in that fails is a state and an er
     loader      guarded import, registration and calls of one plug-in
     report      errors, states and the options of a backend, as users see them
     registry    which backend a run gets
-    doctor      a probe in a child process, which may crash or hang
+    contained   who is asked in a child process, and what is kept of the answer
+    child       questions to plug-ins in child processes, which may crash or hang
 """
 
 from __future__ import annotations
 
+from .child import ChildProbe, probe_in_child
 from .config import PluginsConfig, load_config
-from .doctor import ChildProbe, probe_in_child
 from .hookspecs import check_api
 from .registry import BackendRegistry, Selection
 from .report import BackendState

@@ -28,7 +28,7 @@ PACKAGED_FILE: Final = Path(__file__).resolve().parents[2] / "plugins.toml"
 
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("backend", "fallback"),
-    "plugins": ("disable", "enable"),
+    "plugins": ("disable", "enable", "in_process"),
     "override": (),
     "priority": (),
     "backend": (),

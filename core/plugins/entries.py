@@ -23,7 +23,8 @@ BASE: Final = "ref"
 
 class Entry:
     """One backend name. blocked: why it is never imported (disabled, claimed twice, not a name). loaded, probed: the answer or the
-    failure, once asked for; asking again gives the same. probe_s: seconds."""
+    failure, once asked for, in a child or here; asking again gives the same. plugin: None until it is loaded here. environment: what a
+    child said of the driver. import_s, probe_s: seconds."""
 
     def __init__(self, name: str, candidates: list[Candidate]):
         self.name, self.candidates = name, candidates
@@ -31,7 +32,9 @@ class Entry:
         self.plugin: Plugin | None = None
         self.loaded: BackendSpec | FastLLMError | None = None
         self.probed: Ready | FastLLMError | None = None
-        self.probe_s = 0.0
+        self.environment: dict[str, str] | None = None
+        self.api: tuple[int, int] | None = None
+        self.import_s = self.probe_s = 0.0
 
     @property
     def candidate(self) -> Candidate:

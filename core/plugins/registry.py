@@ -3,16 +3,20 @@
 Named (flag, variable, file) means loud: what cannot be had raises, and no other backend takes its place. `auto` means quarantine:
 what fails is skipped, and said if it would have been chosen. One registry per engine or command; nothing is global. Plug-ins are
 imported when their name is asked for, so that a child process, or a command that needs no backend, pays for nothing.
+
+A plug-in is asked in a child process, with a limit of time: its module is imported here when it is opened, not before. Exempt are those
+of `[plugins] in_process`, a list for everybody: the file that comes with fastllm names those whose module and probe load no driver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..backend import Backend, BackendSpec, Ready
 from ..errors import (
@@ -23,13 +27,17 @@ from ..errors import (
     UsageError,
 )
 from ..graph import Graph
+from .child import ASK_S, located
 from .config import PluginsConfig, close_matches, load_config
+from .contained import NAMED_S, Contained
 from .discovery import DISTRIBUTION, GROUP, Candidate, discover
 from .entries import BASE, Entry, collect
 from .loader import Guard, Plugin, check_probe, check_spec, file_source, load_plugin
 from .report import BackendState, broken, config_options, given_options, state_name
 
 __all__ = ["BackendRegistry", "Selection"]
+
+PROBE_S: Final = 1.0  # what a probe may take
 
 @dataclass(frozen=True)
 class Selection:
@@ -47,7 +55,7 @@ class Selection:
 class BackendRegistry:
     """Finds, chooses and opens backends.
 
-    plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, loaded at once. env: the
+    plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, asked for their names at once. env: the
     environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, without a prefix, which the caller prints.
 
     Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
@@ -64,6 +72,9 @@ class BackendRegistry:
         self.config: PluginsConfig = load_config(env, plugins_file)
         self._env, self._strict = env, strict
         self._guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
+        setting = self.config.get("plugins", "in_process")
+        seen = self._guard.reraise or self._guard.trace  # authors want to see their own traceback, and the calls
+        self._contained = Contained(None if seen else setting.value if setting else (), located(plugins_file, plugin_paths), env, self._say)
         self._plugins: dict[tuple[str, str], Plugin | FastLLMError] = {}
         candidates = discover(self._say)
         for path in plugin_paths:
@@ -86,8 +97,9 @@ class BackendRegistry:
         self._entry(name)
 
     def states(self, probe: bool = True) -> list[BackendState]:
-        """The state of every backend, by priority, then name; unknown priorities last. Imports every enabled plug-in; with probe,
+        """The state of every backend, by priority, then name; unknown priorities last. Loads every enabled plug-in; with probe,
         asks each for its devices."""
+        self._contained.ask(self._contained.open_questions(self._entries.values()), ASK_S, *([] if probe else ["--load"]))
         states = [self.state(name, probe) for name in self._entries]
         return sorted(states, key=lambda s: (s.priority is None, -(s.priority or 0), s.name))
 
@@ -97,13 +109,15 @@ class BackendRegistry:
         error: FastLLMError | None = None
         devices: tuple[Any, ...] = ()
         try:
-            self._load(entry)
             if probe:
                 devices = self._probe(entry).devices
+            else:
+                self._load(entry)
         except FastLLMError as exc:
             error = exc
         spec = entry.loaded if isinstance(entry.loaded, BackendSpec) else None
         known = spec or (entry.plugin.specs.get(name) if entry.plugin else None)
+        api = known.api_version if known else entry.api
         source, (priority, priority_from) = entry.candidate.source, self._priority(entry)
         return BackendState(
             name=name,
@@ -114,12 +128,12 @@ class BackendRegistry:
             version=source.version,
             module=source.module,
             entry_point=entry.candidate.entry_point,
-            api=known.api_version if known else None,
+            api=api,
             opset=spec.opset if spec else None,
             priority=priority,
             priority_from=priority_from,
             devices=devices,
-            import_s=entry.plugin.import_s if entry.plugin else 0.0,
+            import_s=entry.plugin.import_s if entry.plugin else entry.import_s,
             probe_s=entry.probe_s,
             spec=spec,
             error=error,
@@ -148,8 +162,8 @@ class BackendRegistry:
                 raise UsageError(f"auto takes no device: '{requested}'", who=origin, fix="name the backend: NAME:DEVICE")
             return self._auto()
         entry = self._entry(backend, origin)
-        spec = self._load(entry)
         ids = [d.id for d in self._probe(entry).devices]
+        spec = self._load(entry)
         if separator and device not in ids:
             raise UsageError(f"backend '{backend}' has no device '{device}'", who=origin, fix=close_matches(device, ids))
         return Selection(backend, device or ids[0], spec, origin)
@@ -162,7 +176,7 @@ class BackendRegistry:
         """
         chosen = selection if isinstance(selection, Selection) else self.select(selection)
         entry = self._entry(chosen.name)
-        spec = self._load(entry)
+        spec = self._load_here(entry)
         values = {**config_options(spec, self.config), **given_options(spec, options or {})}
         backend = self._call(entry, "fastllm_open_backend", FastLLMError, name=chosen.name, device=chosen.device, options=values)
         if not isinstance(backend, Backend):
@@ -177,6 +191,12 @@ class BackendRegistry:
 
     def environment(self, name: str) -> dict[str, str]:
         """Driver, firmware and library versions; {} if the plug-in does not say. Raises as `select` does for a name."""
+        entry = self._entry(name)
+        if self._contained.holds(entry) and entry.environment is None:
+            self._contained.ask([entry], NAMED_S, "--environment")
+            self._probe(entry)
+        if entry.plugin is None and entry.environment is not None:
+            return entry.environment
         answer = self._optional(name, "fastllm_environment", name=name)
         if answer is not None and not (isinstance(answer, dict) and all(isinstance(t, str) for kv in answer.items() for t in kv)):
             raise broken(self._entry(name).candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
@@ -215,9 +235,15 @@ class BackendRegistry:
         source = file_source(path)
         if source.file is None or not source.file.is_file():
             raise UsageError(f"--plugin {path}: there is no such file", who="--plugin", fix="name a Python file")
+        if self._contained.on:
+            return [Candidate(name, source) for name in self._contained.names_in(path, source)]
         plugin = load_plugin(Candidate("", source), self._guard)
         self._plugins[source.distribution, source.module] = plugin
         return [Candidate(name, source) for name in plugin.specs]
+
+    def from_files(self) -> list[str]:
+        """The backends that files of `--plugin` have."""
+        return [c.name for e in self._entries.values() for c in e.candidates if c.source.file]
 
     def _entry(self, name: str, origin: str = "") -> Entry:
         entry = self._entries.get(name)
@@ -231,10 +257,18 @@ class BackendRegistry:
             backend=name,
         )
 
-    def _load(self, entry: Entry) -> BackendSpec:
-        """Imports and checks one backend, once. Raises its error."""
+    def _load_here(self, entry: Entry) -> BackendSpec:
+        """Imports a backend into this process, as it is to be opened. Raises its error."""
+        if entry.plugin is None and isinstance(entry.loaded, BackendSpec):
+            entry.loaded = None  # what a child said of it ends here
+        return self._load(entry, here=True)
+
+    def _load(self, entry: Entry, here: bool = False) -> BackendSpec:
+        """Loads and checks one backend, once. Raises its error."""
         if entry.blocked is not None:
             raise entry.blocked.with_traceback(None)
+        if entry.loaded is None and not here and self._contained.holds(entry):
+            self._contained.ask([entry], NAMED_S, "--load")
         if entry.loaded is None:
             try:
                 entry.loaded = self._load_now(entry)
@@ -272,6 +306,8 @@ class BackendRegistry:
         return found
 
     def _probe(self, entry: Entry) -> Ready:
+        if entry.probed is None and not isinstance(entry.loaded, FastLLMError) and self._contained.holds(entry):
+            self._contained.ask([entry], NAMED_S)
         self._load(entry)
         if entry.probed is None:
             started = time.perf_counter()
@@ -293,7 +329,7 @@ class BackendRegistry:
 
     def _optional(self, owner: str, hook: str, **arguments: Any) -> Any:
         entry = self._entry(owner)
-        self._load(entry)
+        self._load_here(entry)
         return self._call(entry, hook, **arguments) if entry.plugin and entry.plugin.has(hook) else None
 
     # choice -------------------------------------------------------------------------------------------------------------
@@ -315,22 +351,22 @@ class BackendRegistry:
         return None, ""
 
     def _auto(self) -> Selection:
-        """The first backend, by priority, then name, that probes Ready; probing stops there."""
-        loaded: list[tuple[int, str]] = []
+        """The first backend, by priority, then name, that probes Ready; probing stops there. Those that a child is asked for come last, and
+        only those that would be chosen before what is ready here."""
+        enabled = [e for e in self._entries.values() if not e.disabled]
+        here, there = [e for e in enabled if not self._contained.holds(e)], [e for e in enabled if self._contained.holds(e)]
         skipped: list[tuple[int | None, FastLLMError]] = []
-        for entry in self._entries.values():
-            if entry.disabled:
-                continue
-            try:
-                self._load(entry)
-            except FastLLMError as exc:
-                if self._guard.reraise:
-                    raise
-                skipped.append((self._priority(entry)[0], exc))
-                continue
-            if (priority := self._priority(entry)[0] or 0) >= 0:
-                loaded.append((-priority, entry.name))
-        for negative, name in sorted(loaded):
+        order = sorted(self._loadable(here, skipped))
+        least, before = 0, (1, "")
+        for negative, name in order:
+            with contextlib.suppress(FastLLMError):
+                self._probe(self._entries[name])
+                least, before = -negative, (negative, name)
+                break
+        there = [e for e in there if (known := self._priority(e)[0]) is None or (known >= 0 and (-known, e.name) < before)]
+        self._contained.ask(self._contained.open_questions(there), ASK_S, "--least", str(least))
+        order = sorted([*order, *self._loadable(there, skipped)])
+        for negative, name in order:
             entry = self._entries[name]
             try:
                 ready = self._probe(entry)
@@ -340,12 +376,30 @@ class BackendRegistry:
                 skipped.append((-negative, exc))
                 continue
             self._tell(skipped, -negative, name)
+            for slow in (e for e in there if e.import_s + e.probe_s > PROBE_S):
+                took = f"backend '{slow.name}' took {slow.import_s + slow.probe_s:.1f} s to answer, and every automatic choice waits for it"
+                self._say(f"{took}; skip it: FASTLLM_DISABLE_PLUGINS={slow.name}")
             return Selection(name, ready.devices[0].id, self._load(entry), "auto")
         raise BackendUnavailable(
             "no backend can be used",
             why="; ".join(f"{e.message}: {e.why}" for _, e in skipped) or "none is installed and enabled",
             fix="fastllm doctor" if BASE in self._entries else 'run "pip install -e ." in the source tree of fastllm',
         )
+
+    def _loadable(self, entries: list[Entry], skipped: list[tuple[int | None, FastLLMError]]) -> list[tuple[int, str]]:
+        """(minus priority, name) of those that `auto` may take; adds the others' errors to `skipped`."""
+        loaded = []
+        for entry in entries:
+            try:
+                self._load(entry)
+            except FastLLMError as exc:
+                if self._guard.reraise:
+                    raise
+                skipped.append((self._priority(entry)[0], exc))
+                continue
+            if (priority := self._priority(entry)[0] or 0) >= 0:
+                loaded.append((-priority, entry.name))
+        return loaded
 
     def _tell(self, skipped: list[tuple[int | None, FastLLMError]], chosen: int, name: str) -> None:
         """One line per backend that would have been chosen before `name`; an unknown priority counts as higher. Strict: an error."""

@@ -110,8 +110,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Variables of a user without configuration. Built-in backends that a machine may or may not have are switched off."""
-    return {"HOME": str(tmp_path / "home"), "FASTLLM_DISABLE_PLUGINS": "cpu_avx,opencl_generic"}
+    """Variables of a user without configuration. Built-in backends that a machine may or may not have are switched off. Plug-ins are asked in
+    this process, which most tests look into; `contained` has the way of every command."""
+    return {"HOME": str(tmp_path / "home"), "FASTLLM_DISABLE_PLUGINS": "cpu_avx,opencl_generic", "FASTLLM_CONTAIN_PLUGINS": "0"}
+
+
+@pytest.fixture
+def contained(env: dict[str, str]) -> dict[str, str]:
+    """The same, and plug-ins are asked in child processes."""
+    return {k: v for k, v in env.items() if k != "FASTLLM_CONTAIN_PLUGINS"}
 
 
 @pytest.fixture

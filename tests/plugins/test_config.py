@@ -24,7 +24,7 @@ def test_layers_are_merged_key_by_key(tmp_path, env, toml):
     (folder / "plugins.toml").write_text('[run]\nbackend = "ref"\nfallback = "allow"\n[plugins]\nenable = ["a1"]\n[priority]\na1 = 3\n')
     file = toml('[run]\nfallback = "error"\n[plugins]\ndisable = ["b2"]\n[backend.cpu_avx]\nthreads = 2\n')
     config = load_config({**env, "FASTLLM_CONFIG": str(folder)}, file)
-    assert {k: (s.value, s.layer, s.line) for k, s in config.settings.items()} == {
+    assert {k: (s.value, s.layer, s.line) for k, s in config.settings.items() if s.layer != "packaged"} == {
         ("run", "backend"): ("ref", "user", 2),
         ("run", "fallback"): ("error", "--plugins-file", 2),
         ("plugins", "disable"): (["b2"], "--plugins-file", 4),

@@ -1,0 +1,201 @@
+"""Asks plug-ins in child processes: a driver that crashes, hangs or ends its process becomes an answer with an owner.
+
+A child is `python -m fastllm.core.plugins`, started afresh (a fork would take over locks of threads and devices that are open). It finds
+plug-ins again by itself, and answers with one line of JSON. Called by the registry, for `doctor`, lists and the choice of a backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = ["ASK_S", "CONTAIN", "ChildProbe", "ask_children", "probe_in_child"]
+
+ASK_S: Final = 5.0
+"""Seconds for start, import and probe together; then the child and what it started are killed."""
+
+CONTAIN: Final = "FASTLLM_CONTAIN_PLUGINS"
+"""0: plug-ins are asked in the process itself, as in a child, which starts none of its own."""
+
+NOISE_BYTES: Final = 1 << 16  # that are kept of what a plug-in prints, the last ones
+ANSWER_BYTES: Final = 1 << 24
+TICK_S: Final = 0.05  # between looks at children that ended while something they started holds their pipes
+DEATH_S: Final = 1.0  # that a killed child may take to end; one that a driver keeps in the kernel is left behind
+
+
+@dataclass(frozen=True)
+class ChildProbe:
+    """What became of a question. outcome: answered | crashed | hung. state: the answer, BackendState.as_dict() with `environment` and
+    `messages`, else {}. stage: load or probe, where it ended. detail: the signal or exit status and, where known, the place in the code;
+    noise: what the plug-in printed."""
+
+    name: str
+    outcome: str
+    state: dict[str, Any] = field(default_factory=dict)
+    detail: str = ""
+    noise: str = ""
+    stage: str = "probe"
+
+
+def probe_in_child(
+    name: str,
+    timeout_s: float = ASK_S,
+    plugins_file: str | os.PathLike[str] | None = None,
+    plugin_paths: Sequence[str | os.PathLike[str]] = (),
+    env: Mapping[str, str] = os.environ,
+) -> ChildProbe:
+    """Loads and probes one backend in a child process with this process's import path. Never raises for what the plug-in does."""
+    return ask_children([(name, ("--environment", *located(plugins_file, plugin_paths), "--", name))], timeout_s, env)[0]
+
+
+def located(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The arguments that make a child find what this process finds."""
+    arguments = [] if plugins_file is None else ["--plugins-file", os.fspath(plugins_file)]
+    for path in plugin_paths:
+        arguments += ["--plugin", os.fspath(path)]
+    return arguments
+
+
+def ask_children(questions: Sequence[tuple[str, Sequence[str]]], timeout_s: float, env: Mapping[str, str]) -> list[ChildProbe]:
+    """Asks each question, a name and the child's arguments, in a child of its own, several at the same time. timeout_s: for each."""
+    waiting = list(questions)[::-1]
+    running: list[_Child] = []
+    answers: dict[str, ChildProbe] = {}
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or running:
+                while waiting and len(running) < max(4, os.cpu_count() or 1):
+                    name, arguments = waiting.pop()
+                    try:
+                        running.append(_Child(name, arguments, timeout_s, env, selector))
+                    except OSError as error:
+                        answers[name] = ChildProbe(name, "crashed", detail=f"no process could be started: {error}", stage="load")
+                for key, _ in selector.select(TICK_S if running else 0):
+                    key.data()
+                for child in [c for c in running if c.ended()]:
+                    running.remove(child)
+                    answers[child.name] = child.finish()
+        finally:
+            for child in running:  # Ctrl-C: the children are in sessions of their own and would stay
+                child.finish()
+    return [answers[name] for name, _ in questions]
+
+
+class _Child:
+    """One child and what it said so far."""
+
+    def __init__(self, name: str, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str], selector: selectors.BaseSelector):
+        self.name, self.timeout_s, self.selector = name, timeout_s, selector
+        self.answer, self.noise = bytearray(), bytearray()
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.process = subprocess.Popen(
+            # -P: the current folder is on the path only if it is on ours
+            [sys.executable, "-P", "-X", "faulthandler", "-m", __package__, "--timeout", str(timeout_s), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**env, "PYTHONPATH": path, CONTAIN: "0"},
+            start_new_session=True,
+        )
+        self.deadline = time.monotonic() + timeout_s
+        for pipe, take in ((self.process.stdout, self._hear_answer), (self.process.stderr, self._hear_noise)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, selectors.EVENT_READ, take)
+
+    def ended(self) -> bool:
+        """Whether it answered, ended, or had its time."""
+        return self.state() is not None or self.process.poll() is not None or time.monotonic() >= self.deadline
+
+    def state(self) -> dict[str, Any] | None:
+        """The answer, if it is complete: the line of JSON after lines that name stages."""
+        last = bytes(self.answer).rpartition(b"\n")[0].rpartition(b"\n")[2]
+        if not last.startswith(b"{"):
+            return None
+        try:
+            answer = json.loads(last)
+        except ValueError:
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def finish(self) -> ChildProbe:
+        """Ends the child and what it started, and says what became of it."""
+        exited = self.process.poll() is not None
+        _kill(self.process)
+        try:
+            self.process.wait(DEATH_S)
+        except subprocess.TimeoutExpired:
+            self.noise += b"\nit cannot be killed"
+        self._hear_answer()
+        self._hear_noise()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            if pipe in self.selector.get_map():
+                self.selector.unregister(pipe)
+            pipe.close()
+        state, noise = self.state(), self.noise.decode("utf-8", "replace").strip()
+        stage = "probe" if bytes(self.answer).startswith(b"probe\n") else "load"
+        if state is not None:
+            return ChildProbe(self.name, "answered", state, str(state.get("reason", "")), noise, stage)
+        if not exited:
+            return ChildProbe(self.name, "hung", {}, _with_place(f"no answer within {self.timeout_s:g} s", noise), noise, stage)
+        return ChildProbe(self.name, "crashed", {}, _with_place(_ended(self.process.returncode), noise), noise, stage)
+
+    def _hear_answer(self) -> None:
+        self._hear(self.process.stdout, self.answer)
+        del self.answer[ANSWER_BYTES:]
+
+    def _hear_noise(self) -> None:
+        self._hear(self.process.stderr, self.noise)
+        del self.noise[:-NOISE_BYTES]
+
+    def _hear(self, pipe: Any, heard: bytearray) -> None:
+        """Takes what is there: at most one read, so that a child that prints without an end stops nobody."""
+        if pipe.closed or pipe not in self.selector.get_map():
+            return
+        try:
+            data = os.read(pipe.fileno(), NOISE_BYTES)
+        except BlockingIOError:
+            return
+        heard += data
+        if not data:
+            self.selector.unregister(pipe)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kills the child's group, also where the child itself ended: what it started may be left. Its number is still ours, as the group lives
+    as long as one of its members, and else there is nothing to kill."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        child.kill()
+
+
+def _ended(returncode: int) -> str:
+    if returncode < 0:
+        try:
+            return f"the process died of {signal.Signals(-returncode).name}"
+        except ValueError:
+            return f"the process died of signal {-returncode}"
+    return f"the process ended with status {returncode} before it answered"
+
+
+def _with_place(what: str, noise: str) -> str:
+    """Adds the innermost frame of the first stack that faulthandler printed, of code that is neither Python's own nor this loader's if there is one."""
+    stack = re.search(r'most recent call first\):\n((?:  File .*\n?)+)', noise)
+    if stack is None:
+        return what
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack[1])
+    python, loader = os.path.dirname(os.__file__) + os.sep, os.path.dirname(__file__) + os.sep
+    vendors = [f for f in frames if not f[0].startswith(loader) and (not f[0].startswith(python) or "-packages" in f[0]) and not f[0].startswith("<")]
+    file, line = (vendors or frames)[0]
+    return f"{what}   ({file}:{line})"

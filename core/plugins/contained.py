@@ -1,0 +1,101 @@
+"""Who is asked in a child process, and what the registry keeps of the answer: the spec, the devices or the error that loading and probing
+here would give.
+
+The rule is the same for every plug-in, built-in or not: what stands in `[plugins] in_process` is asked in this process, all else in a child.
+The file that comes with fastllm lists those whose module and probe load no driver, so that they cost no process; a user's list replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..backend import BackendSpec, DeviceInfo, Option, Ready
+from ..errors import BackendBroken, BackendIncompatible, BackendUnavailable, FastLLMError
+from .child import CONTAIN, ChildProbe, ask_children
+from .discovery import Candidate, Source
+from .entries import Entry
+from .report import broken
+
+__all__ = ["NAMED_S", "Contained"]
+
+NAMED_S: Final = 15.0
+"""Seconds that a plug-in which was named may take to answer; one that was not has ASK_S."""
+
+_TYPES: Final = {"int": int, "float": float, "bool": bool, "str": str}
+_ERRORS: Final[dict[str, type[FastLLMError]]] = {e.code: e for e in (BackendBroken, BackendIncompatible, BackendUnavailable)}
+
+
+class Contained:
+    """Asks in children. in_process: the names that are not; None: nobody is. located: arguments that make a child find the same plug-ins. say: gets
+    what children have to tell."""
+
+    def __init__(self, in_process: Iterable[str] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None]):
+        self._in_process = None if in_process is None or env.get(CONTAIN) == "0" else frozenset(in_process)
+        self._located, self._env, self._say = located, env, say
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody is asked in a child."""
+        return self._in_process is not None
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether a question to this backend goes to a child: its module is not, and need not be, in this process."""
+        return self._in_process is not None and entry.name not in self._in_process and entry.plugin is None and entry.blocked is None
+
+    def open_questions(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those that a child is to be asked for, and that were not probed or found broken yet."""
+        return [e for e in entries if self.holds(e) and e.probed is None and not isinstance(e.loaded, FastLLMError)]
+
+    def ask(self, entries: list[Entry], timeout_s: float, *arguments: str) -> None:
+        """Asks backends at the same time, and fills their entries."""
+        questions = [(e.name, (*self._located, *arguments, "--", e.name)) for e in entries]
+        for entry, answer in zip(entries, ask_children(questions, timeout_s, self._env), strict=True):
+            _keep(entry, answer)
+            for line in answer.state.get("messages", ()):
+                self._say(line)
+
+    def names_in(self, path: Path, source: Source) -> list[str]:
+        """The backends that a file of `--plugin` has. Raises BackendBroken."""
+        answer = ask_children([(str(path), ("--plugin", str(path), "--names"))], NAMED_S, self._env)[0]
+        if answer.outcome != "answered":
+            raise _ended(Candidate("", source), answer)
+        if answer.state.get("error"):
+            raise _error(answer.state["error"])
+        return list(answer.state["names"])
+
+
+def _keep(entry: Entry, answer: ChildProbe) -> None:
+    """Fills an entry's loaded and, where it was asked, probed. A crash or a hang while it was probed leaves it broken as a whole, as nothing
+    is known of its spec then."""
+    if answer.outcome != "answered":
+        entry.loaded = _ended(entry.candidate, answer)
+        return
+    said = answer.state
+    entry.import_s, entry.probe_s = float(said.get("import_s", 0.0)), float(said.get("probe_s", 0.0))
+    if said.get("api"):
+        major, _, minor = said["api"].partition(".")
+        entry.api = int(major), int(minor)
+    error = _error(said["error"]) if said.get("error") else None
+    if said.get("opset") is None or entry.api is None:  # no valid spec: it was not loaded
+        entry.loaded = error or broken(entry.candidate, "load", "it gave no description of itself")
+        return
+    options = {k: Option(_TYPES[o["type"]], o["default"], tuple(o["choices"]), o["help"]) for k, o in said["options"].items()}
+    priority = said["spec_priority"]
+    entry.loaded = BackendSpec(entry.name, entry.api, said["opset"], said["vendor"], said["summary"], priority, options, said["homepage"])
+    if error is not None:
+        entry.probed = error
+    elif said["state"] == "ready":
+        entry.probed = Ready(tuple(DeviceInfo(**device) for device in said["devices"]))
+        entry.environment = said.get("environment", entry.environment)
+
+
+def _ended(candidate: Candidate, answer: ChildProbe) -> BackendBroken:
+    return broken(candidate, answer.stage, f"{answer.detail}, in a process of its own")
+
+
+def _error(said: dict[str, Any]) -> FastLLMError:
+    """The error of an answer's `error`; of a kind that a load does not raise: BackendBroken."""
+    fields = {k: v for k, v in said.items() if k not in ("code", "message", "who", "why", "fix", "exit_code")}
+    return _ERRORS.get(said["code"], BackendBroken)(said["message"], who=said["who"], why=said["why"], fix=said["fix"], **fields)
