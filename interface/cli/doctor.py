@@ -33,7 +33,8 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
     """Check this machine, and answer 64 tokens; with NAME, only that backend.
 
     Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, exits with
-    the code of its state (0 ready, 2 disabled or unknown, 3 broken, 4 unavailable).
+    the code of its state (0 ready, 2 disabled or unknown, 3 broken, 4 unavailable). Without, a backend that is not ready is no failure; it exits
+    with 0 if the 64 tokens came or no model is here, else with the code that `fastllm run` ended with.
     """
     from ..core.plugins import BackendRegistry
 
@@ -51,7 +52,7 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
         click.echo(json.dumps(facts, indent=1))
     else:
         _show(facts)
-    return int(backends[name]["exit_code"]) if name else 0
+    return int(backends[name]["exit_code"]) if name else int(facts["smoke"].get("exit_code", 0))
 
 
 def _machine() -> dict[str, str]:
@@ -104,8 +105,8 @@ def _backend(name: str, plugins_file: Path | None, plugin_paths: tuple[Path, ...
     return dict(probe.state)
 
 
-def _smoke() -> dict[str, str]:
-    """64 tokens of the smallest model that is here, by the real command in a process of its own."""
+def _smoke() -> dict[str, Any]:
+    """64 tokens of the smallest model that is here, by the real command in a process of its own; with an exit code if they did not come."""
     import subprocess
 
     from ..formats.sources import list_cached
@@ -122,14 +123,17 @@ def _smoke() -> dict[str, str]:
             [sys.executable, "-m", "fastllm", *command, "--offline", "--json", "--quiet"], capture_output=True, text=True, timeout=SMOKE_S, check=False, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        return {"state": f"failed: {models[0].name} gave no 64 tokens in {SMOKE_S} s"}
+        return {"state": f"failed: {models[0].name} gave no 64 tokens in {SMOKE_S} s", "exit_code": 1}
     if done.returncode:
-        return {"state": f"failed with exit code {done.returncode}: {done.stderr.strip() or 'without a word'}"}
+        how = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        return {"state": f"failed with {how}: {done.stderr.strip() or 'without a word'}", "exit_code": done.returncode if done.returncode > 0 else 1}
     answer = json.loads(done.stdout)
     times = answer["timings"]
     rate = (times["decode_tokens"] - 1) / max(times["decode_s"], 1e-9)
+    whole = len(answer["output_ids"]) == SMOKE_TOKENS
     return {
-        "state": "good" if len(answer["output_ids"]) == SMOKE_TOKENS else f"failed: {len(answer['output_ids'])} tokens came",
+        "state": "good" if whole else f"failed: {len(answer['output_ids'])} tokens came",
+        **({} if whole else {"exit_code": 1}),
         "model": f"{models[0].name} on {answer['backend']}, {answer['threads']} threads",
         "speed": f"loaded in {times['load_s']:.2f} s, first token after {times['ttft_s']:.2f} s, {rate:.1f} tokens/s",
     }
@@ -194,7 +198,7 @@ def _show(facts: dict[str, Any]) -> None:
         elif isinstance(section, dict):
             click.echo(title)
             for key, value in section.items():
-                click.echo(f"  {key}: {value}")
+                click.echo(f"  {key.replace('_', ' ')}: {value}")
         else:
             for line in section:
                 click.echo(f"advice: {line}")

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_is_whole(style, tmp_path):
-    files = write_backend("acme_npu", style, tmp_path)
-    folder = tmp_path / "fastllm-backend-acme-npu"
+    files = write_backend("tested_tpu", style, tmp_path)
+    folder = tmp_path / "fastllm-backend-tested-tpu"
     assert files == sorted(p for p in folder.rglob("*") if p.is_file())
     for file in files:
         text = file.read_text()
@@ -34,8 +34,8 @@ def test_every_style_is_whole(style, tmp_path):
         if file.suffix == ".toml":
             tomllib.loads(text)
     project = tomllib.loads((folder / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["fastllm.backends"] == {"acme_npu": "fastllm_backend_acme_npu.plugin"}
-    listed = {p.name for p in (folder / "src/fastllm_backend_acme_npu").iterdir()}
+    assert project["project"]["entry-points"]["fastllm.backends"] == {"tested_tpu": "fastllm_backend_tested_tpu.plugin"}
+    listed = {p.name for p in (folder / "src/fastllm_backend_tested_tpu").iterdir()}
     assert {"__init__.py", "plugin.py", "backend.py", "ops.py", "device.py", "conformance.toml", "py.typed"} <= listed
     assert ("_memory.pyx" in listed) == (style == "cython")
     imports = {
@@ -52,41 +52,41 @@ def test_names_that_cannot_be(name, tmp_path):
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):
-    write_backend("acme", "numpy", tmp_path)
+    write_backend("tested_npu", "numpy", tmp_path)
     with pytest.raises(UsageError, match="exists"):
-        write_backend("acme", "opencl", tmp_path)
+        write_backend("tested_npu", "opencl", tmp_path)
     with pytest.raises(UsageError, match="no style 'vulkan'"):
         write_backend("other", "vulkan", tmp_path)
     monkeypatch.setitem(scaffold.FILES, "README.md.in", "README.md/README.md.in/" + "x" * 300)
     with pytest.raises(FastLLMError, match="cannot write"):
         write_backend("other", "numpy", tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["fastllm-backend-acme"]
+    assert [p.name for p in tmp_path.iterdir()] == ["fastllm-backend-tested-npu"]
 
 
 @pytest.fixture
 def acme(tmp_path):
     """The numpy style as if it were installed: environment variables for a child process."""
-    write_backend("acme_npu", "numpy", tmp_path)
-    source = tmp_path / "fastllm-backend-acme-npu" / "src"
-    info = source / "fastllm_backend_acme_npu-0.1.0.dist-info"
+    write_backend("tested_tpu", "numpy", tmp_path)
+    source = tmp_path / "fastllm-backend-tested-tpu" / "src"
+    info = source / "fastllm_backend_tested_tpu-0.1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastllm-backend-acme-npu\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[fastllm.backends]\nacme_npu = fastllm_backend_acme_npu.plugin\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastllm-backend-tested-tpu\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[fastllm.backends]\ntested_tpu = fastllm_backend_tested_tpu.plugin\n")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))}
 
 
 def test_a_new_backend_answers_as_fast_as_the_host_and_says_that_nothing_is_native(acme, fastllm, tiny_model):
     options = ("run", tiny_model, "--prompt", "x", "--temperature", 0, "-n", 8, "--ignore-eos", "--json")
     here = json.loads(fastllm(*options, "--backend", "cpu_avx").stdout)
-    done = fastllm(*options, "--backend", "acme_npu", env=acme)
+    done = fastllm(*options, "--backend", "tested_tpu", env=acme)
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout)
-    assert (there["output_ids"], there["backend"]) == (here["output_ids"], "acme_npu")
-    done = fastllm("backend", "status", "acme_npu", tiny_model, "--json", env=acme)
+    assert (there["output_ids"], there["backend"]) == (here["output_ids"], "tested_tpu")
+    done = fastllm("backend", "status", "tested_tpu", tiny_model, "--json", env=acme)
     status = json.loads(done.stdout)
     assert {op["state"] for op in status["ops"]} == {"inherited"}
     assert status["native"] == 0
-    assert fastllm("backends", "show", "acme_npu", env=acme).returncode == 0
+    assert fastllm("backends", "show", "tested_tpu", env=acme).returncode == 0
 
 
 def test_status_observes(run, tiny_model):
@@ -137,18 +137,18 @@ def test_new_on_the_command_line(run, tmp_path):
         last = run("backend", "new", f"npu_{style}", "--dir", tmp_path, "--style", style).out.splitlines()[-1]
         assert f"pip install -e '.{extra}' &&" in last
         assert f'pip install -e ".{extra}"' in (tmp_path / f"fastllm-backend-npu-{style}" / "README.md").read_text()
-    done = run("backend", "new", "acme", "--dir", tmp_path, "--style", "cython", "--json")
+    done = run("backend", "new", "tested_npu", "--dir", tmp_path, "--style", "cython", "--json")
     facts = json.loads(done.out)
     assert done.code == 0
     assert len(facts["files"]) == len({*facts["files"]}) > 12
-    assert run("backend", "new", "acme", "--dir", tmp_path).code == 2
+    assert run("backend", "new", "tested_npu", "--dir", tmp_path).code == 2
 
 
 def test_the_opencl_style_says_what_its_device_is(tmp_path):
     """A report of OpenCL on the host's processor must not claim a device."""
     cl = pytest.importorskip("pyopencl", reason="pyopencl is not installed (pip install 'fastllm-engine[opencl]')")
-    write_backend("acme", "opencl", tmp_path)
-    spec = importlib.util.spec_from_file_location("acme_device", tmp_path / "fastllm-backend-acme" / "src" / "fastllm_backend_acme" / "device.py")
+    write_backend("tested_npu", "opencl", tmp_path)
+    spec = importlib.util.spec_from_file_location("acme_device", tmp_path / "fastllm-backend-tested-npu" / "src" / "fastllm_backend_tested_npu" / "device.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = module.find_devices()
@@ -163,20 +163,20 @@ def test_a_fault_in_the_first_native_op_is_named_and_the_right_one_counts(acme, 
     spec = importlib.util.spec_from_file_location("check_scaffold", ROOT / "scripts" / "check_scaffold.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    ops = tmp_path / "fastllm-backend-acme-npu" / "src" / "fastllm_backend_acme_npu" / "ops.py"
+    ops = tmp_path / "fastllm-backend-tested-tpu" / "src" / "fastllm_backend_tested_tpu" / "ops.py"
     inherited = ops.read_text()
-    command = ("conformance", "run", "--backend", "acme_npu", "--case", "linear/f32?f32/*", "--quick", "--json")
+    command = ("conformance", "run", "--backend", "tested_tpu", "--case", "linear/f32?f32/*", "--quick", "--json")
     before = json.loads(fastllm(*command, env=acme).stdout)["standing"]
-    ops.write_text(inherited + script.linear_kernel("acme_npu", right=False))
+    ops.write_text(inherited + script.linear_kernel("tested_tpu", right=False))
     done = fastllm(*command, env=acme)
     assert done.returncode == 1
     failed = [c for c in json.loads(done.stdout)["cases"] if c["status"] == "failed" and c["rule"] == "bound"]
     assert failed
     for case in failed:  # dtypes and shape stand in the id, op and implementation, index, values and bound in the message
         assert case["id"].startswith("linear/f32*f32/")
-        assert re.search(r"acme_npu\.linear: \d+ of \d+ elements are wrong; worst at \[\d+, \d+\]: \S+ instead of \S+, bound \S+ \(margin", case["message"])
+        assert re.search(r"tested_tpu\.linear: \d+ of \d+ elements are wrong; worst at \[\d+, \d+\]: \S+ instead of \S+, bound \S+ \(margin", case["message"])
         assert len(case["index"]) == 2
-    ops.write_text(inherited + script.linear_kernel("acme_npu", right=True))
+    ops.write_text(inherited + script.linear_kernel("tested_tpu", right=True))
     done = fastllm(*command, env=acme)
     after = json.loads(done.stdout)["standing"]
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from fastllm.api import API_VERSION, OPSET, BackendSpec, DeviceInfo, Ready, RefB
 
 @hookimpl
 def fastllm_backends():
-    return [BackendSpec("acme", API_VERSION, OPSET)]
+    return [BackendSpec("tested_npu", API_VERSION, OPSET)]
 
 @hookimpl
 def fastllm_probe(name):
@@ -30,7 +30,7 @@ def fastllm_open_backend(name, device, options):
     return Acme()
 
 class Acme(RefBackend):
-    name = "acme"
+    name = "tested_npu"
 
     def _op_linear(self, x, weight, bias, *, out, stream, ws):
         super()._op_linear(x, weight, bias, out=out, stream=stream, ws=ws)
@@ -41,7 +41,7 @@ class Acme(RefBackend):
 @pytest.fixture
 def acme(tmp_path):
     def write(probe="pass", open_="pass", factor=1.0, head=""):
-        path = tmp_path / "acme.py"
+        path = tmp_path / "tested_npu.py"
         path.write_text(head + PLUGIN.replace("PROBE", probe).replace("OPEN", open_).replace("FACTOR", str(factor)))
         return path
 
@@ -49,7 +49,7 @@ def acme(tmp_path):
 
 
 def steps(path: Path):
-    return {line.step: (line.ok, line.text) for line in check_backend_package("acme", {}, plugin_paths=[path])}
+    return {line.step: (line.ok, line.text) for line in check_backend_package("tested_npu", {}, plugin_paths=[path])}
 
 
 def test_a_backend_that_comes_with_the_engine_passes_every_step(run):
@@ -65,7 +65,7 @@ def test_each_step_says_what_is_wrong(acme, monkeypatch):
     monkeypatch.setattr(backend_check, "_quick", lambda *_: backend_check.CheckLine("quick cases", True, ""))
     assert all(ok for ok, _ in steps(acme()).values())
     found = steps(acme(head="import fastllm.core.graph\nfrom fastllm.core import ops\n"))
-    assert found["imports"] == (False, "acme.py:1 imports fastllm.core.graph; acme.py:2 imports fastllm.core")
+    assert found["imports"] == (False, "tested_npu.py:1 imports fastllm.core.graph; tested_npu.py:2 imports fastllm.core")
     found = steps(acme(factor=1.01))
     assert (found["self-test"][0], "elements are wrong; worst at [" in found["self-test"][1]) == (False, True)
     assert "quick cases" not in found
@@ -78,7 +78,7 @@ def test_each_step_says_what_is_wrong(acme, monkeypatch):
 
 
 def test_the_quick_cases_show_the_first_failures(run, acme):
-    done = run("backend", "check", "acme", "--plugin", acme(factor="(1 if x.shape[0] < 7 else 2)"))
+    done = run("backend", "check", "tested_npu", "--plugin", acme(factor="(1 if x.shape[0] < 7 else 2)"))
     assert done.code == 1
     last = done.out.splitlines()[-1]
     assert last.startswith("WRONG  quick cases  linear/")
@@ -90,7 +90,7 @@ class Distribution:
 
     def __init__(self, requires):
         self.requires, self.version = requires, "0.3"
-        self.entry_points = [metadata.EntryPoint("acme", "acme_package.plugin", "fastllm.backends")]
+        self.entry_points = [metadata.EntryPoint("tested_npu", "acme_package.plugin", "fastllm.backends")]
 
 
 @pytest.mark.parametrize(
@@ -108,26 +108,26 @@ def test_packaging(monkeypatch, tmp_path, requires, typed, wrong):
         (tmp_path / "py.typed").write_text("")
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution(requires))
     monkeypatch.setattr(backend_check, "plugin_folder", lambda module: tmp_path)
-    line = backend_check._packaging("fastllm-backend-acme", "acme")
+    line = backend_check._packaging("fastllm-backend-acme", "tested_npu")
     assert (line.ok, wrong in line.text) == (not wrong, True)
 
 
 def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch):
-    done = run("doctor", "acme", "--plugin", acme(probe="import ctypes; ctypes.string_at(0)"))
+    done = run("doctor", "tested_npu", "--plugin", acme(probe="import ctypes; ctypes.string_at(0)"))
     assert done.code == 3
-    assert "backend acme: broken – the probe crashed: the process died of SIGSEGV" in done.out
-    assert re.search(r"acme\w*\.py:\d+\)", done.out), "the vendor's line, not that of ctypes"
+    assert "backend tested_npu: broken – the probe crashed: the process died of SIGSEGV" in done.out
+    assert re.search(r"tested_npu\w*\.py:\d+\)", done.out), "the vendor's line, not that of ctypes"
     child = backend_check.probe_in_child
     monkeypatch.setattr("fastllm.core.plugins.probe_in_child", lambda *a, **k: child(*a, **{**k, "timeout_s": 1.5}))
-    done = run("doctor", "acme", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
+    done = run("doctor", "tested_npu", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
     assert done.code == 3
-    assert "hung" in json.loads(done.out)["backends"]["acme"]["reason"]
-    fine = run("doctor", "acme", "--plugin", acme())
+    assert "hung" in json.loads(done.out)["backends"]["tested_npu"]["reason"]
+    fine = run("doctor", "tested_npu", "--plugin", acme())
     assert fine.code == 0
     assert re.search(r"from \S+, imported in \d", fine.out)
     assert "slow" not in fine.out
     monkeypatch.setattr("fastllm.cli.doctor.PROBE_S", 0.0)
-    assert "slow: its probe took 0.0 s" in run("doctor", "acme", "--plugin", acme()).out
+    assert "slow: its probe took 0.0 s" in run("doctor", "tested_npu", "--plugin", acme()).out
 
 
 def test_the_doctor_knows_packages_that_get_in_each_others_way(monkeypatch):

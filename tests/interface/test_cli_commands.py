@@ -314,8 +314,12 @@ def test_doctor_answers_with_a_model_that_is_here(run, package, tiny_model, monk
     broken = run("doctor")  # this model has no tokenizer
     assert "state: failed with exit code 1" in broken.out
     assert "advice: the 64 tokens failed: see smoke above" in broken.out
+    assert broken.code == 1
+    monkeypatch.setenv("FASTLLM_BACKEND", "nosuch")
+    assert (run("doctor").code, run("doctor", "--no-smoke").code) == (2, 0)
     monkeypatch.setattr(doctor, "SMOKE_S", 0.01)
-    assert "no 64 tokens in" in run("doctor").out
+    late = run("doctor")
+    assert (late.code, "no 64 tokens in" in late.out) == (1, True)
     monkeypatch.undo()
     folder = shutil.copytree(tiny_model, tmp_path / "longer")
     config = json.loads((folder / "config.json").read_text())
@@ -323,6 +327,7 @@ def test_doctor_answers_with_a_model_that_is_here(run, package, tiny_model, monk
     monkeypatch.setattr(sources, "list_cached", lambda: [sources.CachedModel(str(folder), folder, 1, "", "")])
     good = json.loads(run("doctor", "--json").out)
     assert good["smoke"]["state"] == "good"
+    assert "exit_code" not in good["smoke"]
     assert "tokens/s" in good["smoke"]["speed"]
 
 

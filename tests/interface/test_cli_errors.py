@@ -17,7 +17,7 @@ from fastllm.api import API_VERSION, Backend, BackendSpec, DeviceInfo, Ready, Un
 
 @hookimpl
 def fastllm_backends():
-    return [BackendSpec("acme", API_VERSION, 1)]
+    return [BackendSpec("tested_npu", API_VERSION, 1)]
 
 @hookimpl
 def fastllm_probe(name):
@@ -239,9 +239,9 @@ def test_a_broken_plugin_is_3(refused, tiny_model, tmp_path):
     plugin.write_text("import nosuchmodule\n")
     refused(tiny_model, 3, "plugin.py", "nosuchmodule", args=("--prompt", "x", "--plugin", plugin))
     plugin.write_text(PLUGIN.replace("Unavailable(\"no Acme device in this machine\", \"plug one in\")", "1 / 0"))
-    refused(tiny_model, 3, "acme", args=("--prompt", "x", "--plugin", plugin, "--backend", "acme"))
+    refused(tiny_model, 3, "tested_npu", args=("--prompt", "x", "--plugin", plugin, "--backend", "tested_npu"))
     plugin.write_text(PLUGIN.replace('Unavailable("no Acme device in this machine", "plug one in")', 'Ready((DeviceInfo("0", "x"),))'))
-    refused(tiny_model, 3, "the driver said no", args=("--prompt", "x", "--plugin", plugin, "--backend", "acme"))
+    refused(tiny_model, 3, "the driver said no", args=("--prompt", "x", "--plugin", plugin, "--backend", "tested_npu"))
 
 
 def test_a_home_of_nobody_is_a_file_that_is_not_there(refused, tiny_model):
@@ -252,7 +252,7 @@ def test_a_home_of_nobody_is_a_file_that_is_not_there(refused, tiny_model):
 def test_an_unavailable_backend_is_4(refused, run, tiny_model, tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(PLUGIN)
-    refused(tiny_model, 4, "no Acme device", "plug one in", args=("--prompt", "x", "--plugin", plugin, "--backend", "acme"))
+    refused(tiny_model, 4, "no Acme device", "plug one in", args=("--prompt", "x", "--plugin", plugin, "--backend", "tested_npu"))
     automatic = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", plugin)
     assert automatic.code == 0
 

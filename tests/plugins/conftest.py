@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from textwrap import dedent
 
@@ -94,6 +95,20 @@ class Site:
         (info / "METADATA").write_text(metadata if metadata is not None else default)
         (info / "entry_points.txt").write_text(f"[fastllm.backends]\n{entries or f'{name} = {module}.plugin'}\n")
         return package
+
+
+@pytest.fixture(autouse=True)
+def _no_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plug-ins that whoever runs the tests has installed are not among those of a test."""
+    everything = metadata.distributions
+
+    def ours() -> Iterator[metadata.Distribution]:
+        for found in everything():
+            foreign = "fastllm.backends" in (found.read_text("entry_points.txt") or "") and str(tmp_path) not in str(found.locate_file(""))
+            if not foreign or (found.read_text("METADATA") and found.metadata["Name"] == "fastllm-engine"):
+                yield found
+
+    monkeypatch.setattr(metadata, "distributions", ours)
 
 
 @pytest.fixture
