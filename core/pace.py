@@ -6,7 +6,8 @@ STRETCH times as long as one of decodes alone, so that the longest gap between t
 What a mixed step took cannot be divided between its decodes and its prompt tokens by looking at it: a cost put down to the wrong side
 makes the budget smaller, and a smaller budget makes the mistake larger. So what decodes cost is only ever read off steps without prompt
 tokens. While prompts wait there would be none; then a step of decodes alone is asked for by a budget of 0: when their number has
-changed much, and otherwise now and then. Between two such steps the cost is taken for at most what it can be.
+changed much, and otherwise now and then. Between two such steps the cost is taken for at most what it can be. Of two of them the quicker one
+counts: a single step from which another program took the processor would make all steps with prompts too long until the next is measured.
 
 What a token adds depends on how many there are, and grows with the context: so a step that took longer than the mean says is believed at
 once, one that took less by degrees. A step with few prompt tokens says nothing about one: its noise would be divided by their number.
@@ -37,6 +38,7 @@ class Pace:
         """Nothing is known."""
         self.decode_s = self.prompt_s = 0.0
         self.num_decodes = 0
+        self._newest = 0.0  # what the step took that decode_s was measured by last
         self._measured = 0  # steps that decode_s is the mean of
         self._beside = 0  # steps that told what a prompt token costs beside decodes: alone, it pays for the step too
         self._mixed = 0  # steps with prompts since the last of them
@@ -65,10 +67,11 @@ class Pace:
         if num_decodes == self.num_decodes:
             self._measured += 1
             weight = max(WEIGHT, 1 / self._measured)
-            self.decode_s += weight * (min(seconds, OUTLIER * self.decode_s) - self.decode_s)
+            self.decode_s += weight * (min(seconds, self._newest) - self.decode_s)
         else:  # one step may have been disturbed: n times as many decodes take n times as long at the most
             most = self.decode_s * max(num_decodes / self.num_decodes, 1.0) if self.num_decodes else seconds
             self.num_decodes, self._measured, self.decode_s = num_decodes, 1, min(seconds, most)
+        self._newest = seconds
 
     def _decodes_s(self, num_decodes: int) -> float:
         """A step of so many decodes, or less: more of them take no less time, and fewer save no more than their share."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fastllm.core.pace import FIRST_TOKENS, LEAST_TOKENS, OUTLIER, STRETCH, Pace
+from fastllm.core.pace import FIRST_TOKENS, LEAST_TOKENS, STRETCH, Pace
 
 
 def observed(*steps):
@@ -156,6 +156,11 @@ def test_a_long_prompt_beside_streams_never_holds_them_for_three_steps():
     assert total < 5 * seconds(0, 2000, 1000)
 
 
-def test_one_step_while_somebody_else_had_the_machine_does_not_ruin_the_mean():
+def test_one_step_while_somebody_else_had_the_machine_does_not_count():
     pace = observed(*[(7, 0, 0.02)] * 5, (7, 0, 60.0))
-    assert pace.decode_s <= 0.02 * (1 + OUTLIER)
+    assert pace.decode_s == pytest.approx(0.02)
+
+
+def test_a_machine_that_stays_slower_is_believed():
+    pace = observed(*[(7, 0, 0.02)] * 5, *[(7, 0, 0.04)] * 8)
+    assert pace.decode_s > 0.035
