@@ -5,7 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["fill", "move"]
+__all__ = ["Copies", "fill", "move"]
+
+class Copies:
+    def __init__(self, pairs: list[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> None: ...
+    def run(self) -> None: ...
 
 def move(
     slices: list[Any],

@@ -7,6 +7,7 @@ machinery. Called by `scheduler.Scheduler` and `executor.Executor`.
 """
 
 from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 cimport numpy as cnp
@@ -17,7 +18,7 @@ from .errors import EngineError, ShapeError
 
 cnp.import_array()
 
-__all__ = ["fill", "move"]
+__all__ = ["Copies", "fill", "move"]
 
 
 cdef inline int32_t *_numbers(array, int ndim, bint written) except NULL:
@@ -69,6 +70,43 @@ def move(list slices, int64_t block_size, ids, positions, slots, context_len) ->
         to_slots[s] += 1
         to_lengths[s] += 1
     return True
+
+
+cdef struct copy:
+    const int32_t *source
+    int32_t *to
+    size_t size_bytes
+
+
+cdef class Copies:
+    """The same copies again and again. pairs: of each (array, where its numbers go: i32 with as many rows at least), which
+    are kept. Raises ShapeError for arrays that are not i32 of one dimension without gaps, EngineError for too little room."""
+
+    cdef list pairs
+    cdef copy *copies
+    cdef int count
+
+    def __init__(self, list pairs):
+        self.pairs = pairs
+        free(self.copies)
+        self.count, self.copies = 0, <copy *>calloc(len(pairs) + 1, sizeof(copy))
+        if self.copies == NULL:
+            raise MemoryError
+        for source, target in pairs:
+            self.copies[self.count].source, self.copies[self.count].to = _numbers(source, 1, False), _numbers(target, 1, True)
+            if _length(source) > _length(target):
+                raise EngineError(f"a step has {len(source)} rows; there is room for {len(target)}")
+            self.copies[self.count].size_bytes = _length(source) * sizeof(int32_t)
+            self.count += 1
+
+    def run(self) -> None:
+        """Makes the copies."""
+        cdef int n
+        for n in range(self.count):
+            memcpy(self.copies[n].to, self.copies[n].source, self.copies[n].size_bytes)
+
+    def __dealloc__(self):
+        free(self.copies)
 
 
 def fill(list fields, batch, int64_t T, int64_t S, int64_t R) -> None:

@@ -31,7 +31,7 @@ from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
 from .pace import Pace
 from .request import Request, RequestHandle, TokenEvent, check_request
-from .runner import StepOutput, StepRunner
+from .runner import StepRunner
 from .sampling import BUILT_IN, SamplerState, SamplingParams, build_rows, effective_seed, move_rows
 from .scheduler import ScheduledStep, Scheduler, Slice
 from .stats import EngineStats
@@ -40,6 +40,7 @@ from .step import SamplerRows
 __all__ = ["Engine"]
 
 FAILURES_IN_A_ROW: Final = 3
+PACED: Final = 4  # of steps that repeat the one before, every fourth tells what decodes cost
 EXIT_WAIT_S: Final = 5.0  # at the interpreter's exit: how long a step that runs may still take
 
 
@@ -90,7 +91,9 @@ class Engine:
         self._progress_at = time.monotonic()
         self._close_error: Exception | None = None
         self.on_step: Callable[[int, float], None] | None = None  # told tokens and seconds of each step, in the engine's thread; must not raise
-        self.on_handed_out: Callable[[float | None], None] | None = None  # see `_announce`; in the engine's thread; must not raise
+        # Whoever collects events is told once for all of a step, when the thread is about to compute or to sleep, without Python's lock: sooner, it would take
+        # the lock away. Told: seconds until about the next time; None: that is not known. In the engine's thread; must not raise.
+        self.on_handed_out: Callable[[float | None], None] | None = None
         self._step_s = 0.0  # of the last step
         self._held = False  # the next four: of the step that runs. Is some row of it held to a grammar?
         self._decodes = 0
@@ -229,31 +232,32 @@ class Engine:
     def _loop(self) -> None:
         defect: BaseException | None = None
         try:
-            while self._wait():
+            while not self._closing:
                 if self._inbox:
                     self._take_inbox()
-                self._step()
+                step = self._scheduler.schedule()
+                if step is None:
+                    self._wait()
+                else:
+                    self._step(step)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             defect = error
         self._end(defect)
 
-    def _wait(self) -> bool:
-        """Sleeps until there is work. False: close."""
-        scheduler = self._scheduler
-        idle = not self._jobs or (scheduler.parked and not scheduler.running and not scheduler.waiting)
-        if idle and not self._inbox:
-            self._announce(None)
-            with self._wake:
-                while not self._inbox and not self._closing:
-                    self._wake.wait()
-            self._progress_at = time.monotonic()
-        return not self._closing
+    def _wait(self) -> None:
+        """Sleeps until there is work, or `close` is called."""
+        if self._jobs and not self._scheduler.parked:  # never to happen; an error is better than a thread that spins and callers that wait
+            raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
+        self._announce()
+        with self._wake:
+            while not self._inbox and not self._closing:
+                self._wake.wait()
+        self._progress_at = time.monotonic()
 
-    def _announce(self, next_s: float | None) -> None:
-        """Whoever collects events is told once for all of a step, when the thread is about to compute or to sleep, without Python's lock: sooner, it
-        would take the lock away. next_s: about so many seconds until it is told again; None: that is not known."""
+    def _announce(self) -> None:
+        """Nothing more is handed out for a while: see `on_handed_out`."""
         if self.on_handed_out is not None:
-            self.on_handed_out(next_s)
+            self.on_handed_out(None)
 
     def _take_inbox(self) -> None:
         with self._wake:
@@ -286,12 +290,7 @@ class Engine:
                     other.sequence.siblings.remove(choice.sequence)
             self._emit(choice, TokenEvent(None, index, "cancelled"))
 
-    def _step(self) -> None:
-        step = self._scheduler.schedule()
-        if step is None:
-            if self._jobs and not self._scheduler.parked:  # never to happen; an error is better than a thread that spins and callers that wait
-                raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
-            return
+    def _step(self, step: ScheduledStep) -> None:
         now = time.monotonic()
         batch = step.batch
         if step.fresh:
@@ -301,7 +300,8 @@ class Engine:
                 self._runner.copy_block(source, target)
             for snapshot, sequence in step.restores:
                 self._runner.restore_state(snapshot, sequence.slot)
-            self._announce(None if step.fresh else self._step_s)
+            if self.on_handed_out is not None:
+                self.on_handed_out(None if step.fresh else self._step_s)
             result = self._runner.run(batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(batch.sample_rows):
@@ -310,11 +310,12 @@ class Engine:
             self._step_failed(step, error)
             return
         self._steps += 1
-        num_tokens = len(batch.ids)
+        num_tokens = batch.dims.T
         self._computed += num_tokens
         self._progress_at = time.monotonic()
         self._step_s = self._progress_at - now
-        self._pace.observe(self._decodes, num_tokens - self._decodes, self._step_s)
+        if step.fresh or self._steps % PACED == 0:
+            self._pace.observe(self._decodes, num_tokens - self._decodes, self._step_s)
         if self.on_step is not None:
             self.on_step(num_tokens, self._step_s)
         if self._inbox:
@@ -330,7 +331,12 @@ class Engine:
             if choice.finished or not part.num_rows or part.sequence.blocks is None:
                 continue  # without blocks: parked meanwhile; it computes this row again, and draws the same token
             try:
-                self._deliver(choice, part, ids, result)
+                event = choice.job.take(choice, part, ids, result, self._progress_at)
+                if event is not None:
+                    self._generated += event.token_id is not None
+                    self._emit(choice, event)
+                    if choice.complete and not choice.finished:
+                        self._emit(choice, TokenEvent(None, choice.index, "stop"))
             except BaseException as error:  # not finite, or too little memory for log-probabilities, a panic of its constraint: this request's matter
                 self._fail_job(choice.job, error)
 
@@ -425,22 +431,6 @@ class Engine:
             raise EngineError("a constraint allows no token, and says not that the answer is complete")
         return mask
 
-    def _deliver(self, choice: JobChoice, part: Slice, ids: list[int], result: StepOutput) -> None:
-        """Hands out what a slice's rows say."""
-        job = choice.job
-        try:
-            event = job.take(choice, part, ids, result, self._progress_at)
-        except NotFinite:
-            for other in job.choices:
-                if other.sequence.blocks is not None:
-                    self._blocks.forget(other.sequence.blocks)
-            raise
-        if event is not None:
-            self._generated += event.token_id is not None
-            self._emit(choice, event)
-            if choice.complete and not choice.finished:
-                self._emit(choice, TokenEvent(None, choice.index, "stop"))
-
     def _emit(self, choice: JobChoice, event: TokenEvent) -> None:
         """Passes an event on, and ends the choice with its last. What `on_event` raises fails the request."""
         job = choice.job
@@ -479,6 +469,10 @@ class Engine:
 
     def _fail_job(self, job: Job, error: BaseException) -> None:
         self._failed += job.handle in self._jobs
+        if isinstance(error, NotFinite):
+            for choice in job.choices:
+                if choice.sequence.blocks is not None:
+                    self._blocks.forget(choice.sequence.blocks)
         if not isinstance(error, FastLLMError):
             error = _typed(error, f"request '{job.handle.request_id}' failed: {_told(error)}")
         self._end_job(job, error)
@@ -524,7 +518,7 @@ class Engine:
                     self._end_job(job, Cancelled(f"request '{name}' was cancelled: the engine was closed"))
             except BaseException as error:  # a scheduler that a defect left in disorder, no memory for a message: the others go on
                 job.handle.finish(_typed(error, f"request '{name}': the engine ended"), job.handle.timings)
-        self._announce(None)
+        self._announce()
         try:
             self._runner.close()
         except Exception as error:

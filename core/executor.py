@@ -22,7 +22,7 @@ from .errors import EngineError
 from .graph import KVSpec, SlotSpec, Value
 from .loader import load_weights
 from .plan import Place, Plan, Segment
-from .step import StepBatch
+from .step import MOVED, StepBatch
 from .weights import TensorSource, WeightRef
 
 __all__ = ["Executor", "StepResult"]
@@ -66,7 +66,7 @@ class Executor:
         self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
         self.num_snapshots = limits.num_snapshots
         self._arenas: dict[tuple[str, str, int], Buffer] = {}  # (device, arena, chunk)
-        self._logits = np.zeros((0, 0), np.float32)  # f32 [most rows, V]
+        self._logits, self._logits_of = np.zeros((0, 0), np.float32), list[np.ndarray]()  # f32 [most rows, V]
         self._host: dict[tuple[str, str], np.ndarray] = {}  # (device, value) -> array that the device reads or writes
         self._hosted: dict[tuple[str, str], Buffer] = {}
         self._programs: list[Program | None] = []
@@ -86,11 +86,15 @@ class Executor:
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
             self._logits = self._host[self._logits_device]
+            self._logits_of = [self._logits[:rows] for rows in range(len(self._logits) + 1)]  # f32 [R, V] for each R
             self._fields: list[tuple[str, str, bool, np.ndarray | None]] = [(n, rows, n in MAY_LACK, None) for n, rows in STEP_FIELDS.items()]
             self._fields += [(n, STEP_FIELDS[n], n in MAY_LACK, array) for (_, n), array in self._host.items() if n in STEP_FIELDS]
+            self._batch: StepBatch | None = None  # whose arrays are there
+            self._copies: _steps.Copies | None = None  # of what changes when it is moved on
             self._uploads = [(d, n, array) for (d, n), array in self._host.items() if n in STEP_FIELDS and (d, n) not in self._hosted]
             # the default stream is done when a call returns; other streams are waited for
             self._waits = [s for s in self._streams.values() if type(s).synchronize is not Stream.synchronize]
+            self._logits_here = self._logits_device in self._hosted and not self._waits
             envs = {
                 d: CompileEnv(
                     plan.graph, self._tensors(d), limits.largest, limits.block_size, limits.max_blocks, self._workspace(d)
@@ -245,12 +249,13 @@ class Executor:
     def run(self, batch: StepBatch) -> StepResult:
         """Runs one step. Raises EngineError if the batch exceeds the plan's limits, contradicts itself, or a backend fails."""
         dims = batch.dims
-        if dims.T > self.max_tokens or dims.S > self.max_sequences or dims.R > self.max_rows:
-            raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
-        if batch.block_table.shape[1] > self.max_blocks:
-            raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
         try:
-            _steps.fill(self._fields, batch, dims.T, dims.S, dims.R)
+            if batch.moved and batch is self._batch:
+                if self._copies is None:
+                    self._copies = _steps.Copies([(getattr(batch, n), array) for (_, n), array in self._host.items() if n in MOVED])
+                self._copies.run()
+            else:
+                self._fill(batch)
             for device, name, array in self._uploads:
                 self._upload(device, name, array[: len(getattr(batch, name))])
             for index, program in enumerate(self._programs):
@@ -261,11 +266,24 @@ class Executor:
                 else:
                     for call in self._interpreted[index]:
                         call(dims)
-            logits = self._read_logits(dims)
+            logits = self._logits_of[dims.R]
+            if not self._logits_here:
+                self._read_logits(logits)
         finally:
             for stream in self._waits:
                 stream.synchronize()
         return StepResult(self._sample(logits, batch), logits)
+
+    def _fill(self, batch: StepBatch) -> None:
+        """The arrays of a step to where the devices read them."""
+        dims = batch.dims
+        if dims.T > self.max_tokens or dims.S > self.max_sequences or dims.R > self.max_rows:
+            raise EngineError(f"step of {dims} exceeds the plan: {self.plan.limits.largest}")
+        if batch.block_table.shape[1] > self.max_blocks:
+            raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
+        self._batch = self._copies = None
+        _steps.fill(self._fields, batch, dims.T, dims.S, dims.R)
+        self._batch = batch
 
     def _carry(self, name: str, source: str, target: str, dims: StepDims) -> None:
         value = self.plan.graph.values[name]
@@ -279,16 +297,15 @@ class Executor:
         self.backends[target].upload(here.buffer, here.offset, view, self._streams[target])
         self._streams[target].synchronize()  # the next copy takes the same staging
 
-    def _read_logits(self, dims: StepDims) -> np.ndarray:
-        logits = self._logits[: dims.R]
-        if self._logits_device not in self._hosted and dims.R:
+    def _read_logits(self, logits: np.ndarray) -> None:
+        """Logits of a device that does not write to the host's memory, or is not done when a call returns."""
+        if self._logits_device not in self._hosted and len(logits):
             device, name = self._logits_device
             place = self.plan.places[(device, name)]
             view = memoryview(logits.reshape(-1).view(np.uint8))
             self.backends[device].download(view, self._buffer(device, place), place.offset, self._streams[device])
         for stream in self._waits:
             stream.synchronize()
-        return logits
 
     def _sample(self, logits: np.ndarray, batch: StepBatch) -> np.ndarray | None:
         if batch.sampler is None:
@@ -323,7 +340,7 @@ class Executor:
         if self._closed:
             return
         self._closed = True
-        self._logits = np.zeros((0, 0), np.float32)
+        self._logits, self._logits_of = np.zeros((0, 0), np.float32), []
         with ExitStack() as stack:  # calls the last one first
             stack.callback(self._host.clear)
             for buffer in (*self._hosted.values(), *self._arenas.values()):

@@ -115,7 +115,10 @@ class Job:
             event.embedding = None if self.pool is None else self.pool.vector()
         else:
             sequence.append(token)
-            choice.sampler.append(token)
+            if choice.sampler.counts:
+                choice.sampler.append(token)
+            else:
+                choice.sampler.position += 1
             choice.num_generated += 1
             if token in self.stop_ids:
                 event.finish_reason = "stop"

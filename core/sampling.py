@@ -215,6 +215,7 @@ class SamplerState:
         window = -1 if p.repeat_last_n is None else p.repeat_last_n
         self._repeat = 1.0 if p.repetition_penalty is None or window == 0 else p.repetition_penalty
         self._window = window
+        self.counts = bool(self._ends) or self._repeat != 1.0 or self._presence != 0.0 or self._frequency != 0.0  # else `append` only counts positions
         self._recent: deque[int] = deque()  # the tokens the repetition penalty sees, if it sees the last few only
         self._seen: dict[int, int] = {}  # their counts
         for token, bias in self._biases.items():

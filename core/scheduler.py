@@ -264,6 +264,7 @@ class Scheduler:
         batch = step.batch
         if not _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
             return None
+        batch.moved = True
         step.fresh, step.copies, step.restores = False, [], []
         self._last = step
         return step

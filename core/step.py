@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from . import _kernels
 from .backend import StepDims
 
-__all__ = ["SamplerRows", "StepBatch"]
+__all__ = ["MOVED", "SamplerRows", "StepBatch"]
 
 I32 = np.int32
+MOVED: Final = ("ids", "positions", "slots", "context_len")
 
 
 @dataclass
@@ -59,6 +61,7 @@ class StepBatch:
     sampler: SamplerRows | Callable[[], SamplerRows] | None = None  # called when the logits are there; None: the caller wants logits only
     state_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
     prefix_len: np.ndarray = field(default_factory=lambda: np.zeros(0, I32))  # i32 [S]
+    moved: bool = False  # the batch of the step before: of its arrays only those of `MOVED` have other values now
 
     @cached_property
     def dims(self) -> StepDims:

@@ -12,6 +12,7 @@ from fastllm.core import _steps
 from fastllm.core.errors import EngineError, ShapeError
 from fastllm.core.kv_cache import BlockManager
 from fastllm.core.scheduler import Scheduler, Sequence
+from fastllm.core.step import MOVED
 
 I32 = np.int32
 
@@ -104,6 +105,24 @@ def test_arrays_that_are_written_to_must_not_be_read_only():
         _steps.fill([("ids", "T", False, np.zeros(4, I32))], SimpleNamespace(ids=np.zeros(8, np.int64)[::2]), 4, 1, 1)
 
 
+def test_copies_are_made_again_with_the_numbers_of_the_day():
+    source, target = np.array([1, 2], I32), np.zeros(3, I32)
+    copies = _steps.Copies([(source, target)])
+    copies.run()
+    source += 5
+    copies.run()
+    assert target.tolist() == [6, 7, 0]
+
+
+def test_copies_that_do_not_fit_are_refused():
+    with pytest.raises(EngineError, match="room for 1"):
+        _steps.Copies([(np.zeros(2, I32), np.zeros(1, I32))])
+    with pytest.raises(ShapeError, match="int64"):
+        _steps.Copies([(np.zeros(2, np.int64), np.zeros(2, I32))])
+    with pytest.raises(ShapeError, match="list"):
+        _steps.Copies([([1], np.zeros(2, I32))])
+
+
 class Pair:
     """Two schedulers with one history: the first moves steps on where it can, the second builds each anew. Their steps must be equal."""
 
@@ -117,6 +136,7 @@ class Pair:
         self.schedulers[1]._again = lambda: None
         for scheduler in self.schedulers:
             scheduler.prompt_budget = lambda num_decodes: self.budget
+        self.before = {}  # array -> values in the step before
         self.live = {}  # number -> (the sequence of each scheduler, tokens it generates)
         self.count = self.moved = self.copied = 0
 
@@ -157,7 +177,11 @@ class Pair:
         assert seen(moved) == seen(built)
         assert built.fresh
         for name in self.ARRAYS:
-            assert getattr(moved.batch, name).tolist() == getattr(built.batch, name).tolist(), name
+            values = getattr(moved.batch, name).tolist()
+            assert values == getattr(built.batch, name).tolist(), name
+            assert name in MOVED or not moved.batch.moved or values == self.before[name], name
+            self.before[name] = values
+        assert moved.batch.moved == (not moved.fresh)
         self.moved += not moved.fresh
         self.copied += bool(moved.copies)
         if self.live and self.rng.random() < 0.05:  # while the step runs
