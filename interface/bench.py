@@ -160,7 +160,8 @@ class Bench:
                 kind = kind if kind in ("bf16", "f16", "f32") else "int8"
                 sizes[kind] = sizes.get(kind, 0) + place.nbytes
         kind = max(sizes, key=lambda k: sizes[k], default="f32")
-        exact = self.loaded.planned.options.backend_options.get("act") == "f32"
+        options = self.loaded.planned.options
+        exact = "f32" in (options.compute_dtype, options.backend_options.get("act"))
         return "f32" if exact else "bf16" if kind == "f16" else kind
 
     def read_limit(self, nbytes: float) -> float | None:

@@ -15,6 +15,9 @@ from .core.scheduler import POLICIES
 
 __all__ = ["LoadOptions", "say_note"]
 
+COMPUTE_DTYPES = ("f32",)
+"""What activations can be kept in; backends round them by themselves as they are fastest."""
+
 Progress = Callable[[str, int, int | None], None]
 """(what: "download NAME" or "load", bytes done, bytes in all or None)."""
 
@@ -37,7 +40,7 @@ class LoadOptions:
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
     values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; embedding: for vectors of
     texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
-    dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
+    compute_dtype: f32 = activations of linear layers are not rounded, None = what the backend takes by itself; dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
     int8 (32, 64, 128 or 256); no_quant_layer: regular expression, weights whose name matches keep their type; dtype_config: file with
     rules for single weights, as of `fastllm convert`; moe_dtype: the type of routed experts; allow_requantize: quantise weights again that are quantised already;
     chat_template: file with a template in place of the model's; tokenizer_from: folder or hub id whose tokenizer, template and sampling defaults are used;
@@ -63,6 +66,7 @@ class LoadOptions:
     schedule: str = "fcfs"
     kv_dtype: str | None = None
     fallback: str | None = None
+    compute_dtype: str | None = None
     dtype: str | None = None
     group_size: int = 128
     no_quant_layer: str | None = None
@@ -106,6 +110,8 @@ class LoadOptions:
             raise UsageError(f"schedule is {self.schedule!r}; it must be one of {', '.join(POLICIES)}", fix="--schedule fcfs")
         if self.kv_dtype not in (None, *KV_DTYPES):
             raise UsageError(f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(KV_DTYPES)}", fix="--kv-dtype f16")
+        if self.compute_dtype not in (None, *COMPUTE_DTYPES):
+            raise UsageError(f"compute_dtype is {self.compute_dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}", fix="--compute-dtype f32")
         if self.fallback not in (None, *FALLBACK_POLICIES):
             raise UsageError(f"fallback is {self.fallback!r}; it must be one of {', '.join(FALLBACK_POLICIES)}", fix="--fallback warn")
         kinds: dict[str, tuple[type, ...]] = {"backend": (str, NoneType), "backend_options": (Mapping,), "offline": (bool, NoneType), "self_test": (bool, NoneType)}

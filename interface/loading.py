@@ -27,6 +27,7 @@ from .core.errors import (
     ModelFileError,
     OutOfMemory,
     TokenizerError,
+    UnsupportedError,
     UsageError,
 )
 from .core.graph import KVSpec, SlotSpec, with_kv_dtype
@@ -207,8 +208,18 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
 
 
 def _backend_options(selection: Selection, options: LoadOptions) -> dict[str, str]:
-    """The options of the chosen backend, with the number of threads if it takes one."""
-    chosen = dict(options.backend_options)
+    """The options of the chosen backend, with the number of threads if it takes one, and `act` for the type that it computes in. Raises
+    UnsupportedError for a backend that leaves no choice of that, UsageError where two options differ."""
+    chosen, wanted = dict(options.backend_options), options.compute_dtype
+    act = selection.spec.options.get("act")
+    if wanted is not None and (act is None or wanted not in act.choices):
+        raise UnsupportedError(
+            f"backend '{selection.name}' leaves no choice of what it computes in",
+            who=f"--compute-dtype {wanted}",
+            fix="leave it out, or --backend cpu_avx",
+        )
+    if wanted is not None and chosen.setdefault("act", wanted) != wanted:
+        raise UsageError(f"--compute-dtype {wanted} and --backend-opt act={chosen['act']} differ", fix="give one of them")
     if options.threads and "threads" in selection.spec.options:
         chosen["threads"] = str(options.threads)
     elif options.threads:

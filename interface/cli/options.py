@@ -75,6 +75,7 @@ _model = (
     click.option("--threads", "-t", type=click.IntRange(0), default=0, help="CPU threads.  [default: cores this process may use]"),
     click.option("--ctx", type=click.IntRange(8), help="Longest conversation in tokens.  [default: the model's own, as far as memory allows]"),
     *_weights,
+    click.option("--compute-dtype", type=click.Choice(["auto", "f32"]), help="Activations of linear layers: rounded as the backend is fastest, or exact f32, which is slower.  [default: auto]"),
     click.option("--kv-dtype", type=click.Choice(["f16", "bf16", "f32", "int8"]), help="How keys and values are cached.  [default: the backend's, f16 on cpu_avx]"),
     click.option("--kv-cache-size", type=CacheSize(), help="Size of the cache, as 2GiB or 65536tok.  [default: a full context for each sequence, as far as memory allows]"),
     click.option("--block-size", type=click.IntRange(8, 1024), default=64, help="Tokens of a cache block.  [default: 64]"),
@@ -164,6 +165,8 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     names += ("no_quant_layer", "dtype_config", "moe_dtype", "allow_requantize", "verbose", "block_size", "prefill_chunk", "chat_template", "tokenizer_from")
     chosen = {name: values[name] for name in names if name in values}
     chosen |= {"backend": _backend(values), "backend_origin": _backend_origin(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
+    if values.get("compute_dtype") not in (None, "auto"):
+        chosen["compute_dtype"] = values["compute_dtype"]
     if values.get("no_self_test"):
         chosen["self_test"] = False
     if values.get("max_batch_size"):

@@ -33,7 +33,7 @@ def walk() -> dict[str, click.Command]:
 ALL = walk()
 LOADING = ("run", "server", "webui", "bench model", "plan", "backends status", "dump-config")
 EVERYWHERE = (
-    "--backend --device --threads --ctx --dtype --group-size --kv-dtype --kv-cache-size --block-size --max-batch-size --prefix-cache --lora "
+    "--backend --device --threads --ctx --dtype --group-size --compute-dtype --kv-dtype --kv-cache-size --block-size --max-batch-size --prefix-cache --lora "
     "--chat-template --fallback --offline --strict --quiet --verbose --debug --quant-bit --no-quant-layer --moe-dtype --verify-model --progress --config"
 ).split()
 

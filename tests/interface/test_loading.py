@@ -16,7 +16,7 @@ import pytest
 
 from fastllm import LLM, SamplingParams, loading
 from fastllm.core import loader
-from fastllm.core.errors import FastLLMError, InvalidRequest, OutOfMemory, UsageError
+from fastllm.core.errors import FastLLMError, InvalidRequest, OutOfMemory, UnsupportedError, UsageError
 from fastllm.core.executor import Executor
 from fastllm.loading import LoadOptions, close_all, load_model, plan_model
 
@@ -228,6 +228,20 @@ def test_a_cache_that_was_asked_for_and_does_not_fit_is_refused_and_never_cut(ti
     unasked = plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=4096))
     assert unasked.plan.limits.num_blocks <= 4096, "what nobody asked for is as large as memory allows"
     unasked.close()
+
+
+def test_what_activations_are_kept_in_is_told_to_a_backend_that_leaves_the_choice(tiny_model):
+    with LLM(tiny_model, backend="cpu_avx", compute_dtype="f32") as exact, LLM(tiny_model, backend="cpu_avx", backend_options={"act": "f32"}) as same:
+        assert exact.loaded.planned.backends["cpu_avx"]._exact
+        params = SamplingParams(max_tokens=8, temperature=0, logprobs=3)
+        assert [c.logprobs for c in exact.generate(["hello"], params)] == [c.logprobs for c in same.generate(["hello"], params)]
+    with pytest.raises(UnsupportedError, match="leaves no choice") as caught:
+        plan_model(tiny_model, LoadOptions(backend="ref", compute_dtype="f32"))
+    assert caught.value.fix
+    with pytest.raises(UsageError, match="differ"):
+        plan_model(tiny_model, LoadOptions(backend="cpu_avx", compute_dtype="f32", backend_options={"act": "int8"}))
+    with pytest.raises(UsageError, match="compute_dtype is 'f16'"):
+        plan_model(tiny_model, LoadOptions(compute_dtype="f16"))
 
 
 CUT = """
