@@ -7,10 +7,12 @@ made-up tree. Called by backends (through `fastllm.api`) and by the interface.
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "cpu_quota", "memory_limit", "throttled_periods"]
+__all__ = ["address_space", "available_memory", "cpu_quota", "memory_limit", "throttled_periods"]
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -59,6 +61,19 @@ def available_memory(root: Path = Path("/")) -> int | None:
             most, used = _read(folder / limit), _read(folder / usage)
             if most.isdigit() and used.isdigit() and int(most) < 1 << 60:
                 found.append(max(0, int(most) - int(used)))
+    return min(found, default=None)
+
+
+def address_space(root: Path = Path("/")) -> int | None:
+    """Bytes that the limits of this process (`ulimit -v`, `ulimit -d`) leave, whether they are touched or not; None without a limit."""
+    sizes = _read(root / "proc/self/statm").split()
+    if len(sizes) < 6:
+        return None
+    page, found = os.sysconf("SC_PAGE_SIZE"), []
+    for limit, pages in ((resource.RLIMIT_AS, sizes[0]), (resource.RLIMIT_DATA, sizes[5])):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            found.append(max(0, most - int(pages) * page))
     return min(found, default=None)
 
 

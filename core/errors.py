@@ -85,6 +85,8 @@ class FastLLMError(Exception):
     exit_code = 1
     http_status = 500
     code = "server_error"
+    usual_fix = ""
+    """What helps against most errors of a class: shown on the command line where an error knows nothing nearer."""
 
     def __init__(self, message: str, *, who: str = "", why: str = "", fix: str = "", **fields: Any):
         self.message, self.who, self.why, self.fix = (one_line(text) for text in (message, who, why, fix))
@@ -94,11 +96,12 @@ class FastLLMError(Exception):
     def render(self) -> str:
         """The text of the command line: `fastllm: error: …` and indented who/why/fix lines, no traceback."""
         head = f"fastllm: error: {self.message}"
-        return "\n".join([head, *(f"  {k}: {v}" for k, v in (("who", self.who), ("why", self.why), ("fix", self.fix)) if v)])
+        why = "" if self.why in self.message else self.why
+        return "\n".join([head, *(f"  {k}: {v}" for k, v in (("who", self.who), ("why", why), ("fix", self.fix or self.usual_fix)) if v)])
 
     def as_dict(self) -> dict[str, Any]:
         """The same fields for `--json`: {"error": {code, message, who, why, fix, exit_code, …fields}}."""
-        body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.fix}
+        body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.fix or self.usual_fix}
         return {"error": {**body, "exit_code": self.exit_code, **self.fields}}
 
 
@@ -109,6 +112,7 @@ class ModelFileError(FastLLMError):
     """A model file is damaged, cut, inconsistent or not what its name says. Names file, offset or key, value and limit."""
 
     code = "model_file_error"
+    usual_fix = "download the model again, or convert it with a current converter"
 
 
 class TokenizerError(ModelFileError):
@@ -139,6 +143,7 @@ class OutOfMemory(FastLLMError):
     """An allocation or a plan does not fit. Fields: requested, free (bytes), kind. The backend stays usable."""
 
     http_status, code = 503, "out_of_memory"
+    usual_fix = "close other programs or raise the limit of memory, or use a smaller --ctx, --kv-cache-size, --max-batch-size or model"
 
 
 class EngineError(FastLLMError):
@@ -283,6 +288,7 @@ class BackendBroken(FastLLMError):
     """A plug-in that fails to import, register, probe or open, or that collides with another of the same name."""
 
     exit_code, code = 3, "backend_broken"
+    usual_fix = "fastllm doctor NAME shows more; FASTLLM_DISABLE_PLUGINS=NAME runs without it"
 
 
 class BackendIncompatible(BackendBroken):
@@ -295,12 +301,14 @@ class BackendUnavailable(FastLLMError):
     """The plug-in is fine but its device or driver is not there."""
 
     exit_code, http_status, code = 4, 503, "backend_unavailable"
+    usual_fix = "fastllm doctor shows what is missing; without --backend the best that is ready is taken"
 
 
 class UnsupportedError(FastLLMError):
     """A model, op, dtype, format or range that cannot be run as asked; names the key and what is known."""
 
     exit_code, http_status, code = 5, 400, "unsupported"
+    usual_fix = "use a model, file or option that is supported: docs/models.md"
 
 
 class ShapeError(UnsupportedError):

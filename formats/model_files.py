@@ -138,7 +138,8 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
                 fix=f"name its folder: {given.parent}",
             )
         if suffix == ".json":
-            raise file.error("a configuration alone holds no weights", fix=f"name its folder: {given.parent}")
+            read_json(given, MAX_CONFIG_BYTES)  # what is no JSON object is told as that
+            raise file.error("a configuration alone holds no weights", fix=f'name its folder: {given.parent}; a file with options names its model by a key "model"')
         raise file.wrong_magic("a model: a .gguf or .flm file or a folder with config.json and .safetensors files", fix="name a model file, a folder, or a name that `fastllm list` shows")
     finally:
         file.close()

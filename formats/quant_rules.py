@@ -159,7 +159,8 @@ def plan_formats(graph: Graph, weights: Mapping[str, WeightRef], sources: Mappin
         )
     plan.notes += [f"{_weights(count)} in {new}: rows are no multiple of the group of {old}" for (old, new), count in shrunk.items()]
     plan.notes += [f"{_weights(count)} not converted to {why}" for why, count in kept.items()]
-    plan.notes += [f"the rule {shown(rules.rules[i][0])} matches no weight" for i in range(len(rules.rules)) if not used[i]]
+    unused = [pattern for i, (pattern, _) in enumerate(rules.rules) if not used[i]]
+    plan.notes += ["--moe-dtype has no effect: this model has no routed experts" if p == EXPERTS else f"the rule {shown(p)} matches no weight" for p in unused]
     return plan
 
 

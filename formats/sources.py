@@ -110,6 +110,12 @@ def resolve(
     if offline is None:
         offline = env_flag("FASTLLM_OFFLINE")
 
+    if address := re.fullmatch(r"https?://([^/]+)/?(.*)", model, re.IGNORECASE):
+        hub = re.match(r"([\w.-]+/[\w.-]+)", address[2]) if address[1].lower() in ("huggingface.co", "hf.co") else None
+        raise ModelNotFound(
+            f"no model called {shown(model, 200)}: it is an address",
+            fix=f"name the repository: {hub[1]}" if hub else "download the file (curl -LO ADDRESS), and name it; a repository of the hub is ORG/NAME",
+        )
     scheme, colon, rest = model.partition(":")
     if colon and scheme == "hf":
         return resolve_repo(parse_repo(rest, revision), offline=offline, cache_dir=cache_dir, refresh=refresh, hooks=hooks, how=how)

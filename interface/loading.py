@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .core.backend import plain_bytes
-from .core.cgroup import available_memory
+from .core.cgroup import address_space, available_memory
 from .core.errors import (
     BackendBroken,
     BackendDisabled,
@@ -51,6 +51,7 @@ __all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_al
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
 RESERVE_BYTES = 256 << 20  # left for Python, the tokenizer and the system
+ADDRESS_BYTES = 128 << 20  # of address space under a limit, for the tokenizer, stacks and heaps of threads
 SNAPSHOT_BYTES = 256 << 20  # for snapshots of recurrent state; few large ones are kept also where they take more
 SNAPSHOTS = (4, 64)  # the fewest and the most that are kept
 MIN_CONTEXT = 512  # tokens; less is refused when the default is chosen by memory
@@ -272,23 +273,23 @@ def _fit(
     block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
     fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
-    budget = None if available is None else int(available * MEMORY_SHARE) - fixed - RESERVE_BYTES
-    most = None if budget is None or not block_bytes else budget // block_bytes  # blocks that fit
+    room = _room(available, address_space())
+    most = None if room is None or not block_bytes else (room.nbytes - fixed - room.reserve) // block_bytes  # blocks that fit
 
     context = wanted
-    if most is not None and -(-wanted // size) > most:
+    if room is not None and most is not None and -(-wanted // size) > most:
         context = max(0, most) * size
         if options.ctx is not None or context < MIN_CONTEXT:
             raise OutOfMemory(
                 f"{definition.architecture} model with a context of {wanted:,} tokens does not fit in memory",
                 why=f"weights {_mib(trial.total_bytes('weights'))} + activations {_mib(fixed - trial.total_bytes('weights'))} + cache "
-                f"{_mib(-(-wanted // size) * block_bytes)} + reserve {_mib(RESERVE_BYTES)} > {MEMORY_SHARE:.0%} of {_mib(available or 0)} available",
+                f"{_mib(-(-wanted // size) * block_bytes)} + reserve {_mib(room.reserve)} > {room.text}",
                 fix=f"--ctx {context}" if context >= MIN_CONTEXT else "use a smaller model or quantisation",
                 requested=fixed + -(-wanted // size) * block_bytes,
                 free=available,
                 kind="plan",
             )
-        line = f"context {context:,} of the model's {wanted:,} tokens: that is what {_mib(available or 0)} of available memory holds"
+        line = f"context {context:,} of the model's {wanted:,} tokens: that is what {room.text} hold"
         say_note(line, options, str(files.path), f"--ctx {context}")
     per_sequence = -(-context // size)
     blocks = -(-options.kv_cache_tokens // size) if options.kv_cache_tokens else per_sequence * sequences
@@ -297,13 +298,12 @@ def _fit(
     if blocks < per_sequence:
         fix = f"--kv-cache-size {per_sequence * size}tok" + (f", or --ctx {blocks * size}" if blocks else "")
         raise UsageError(f"a cache of {blocks * size:,} tokens does not hold one context of {context:,}", who="--kv-cache-size", fix=fix)
-    if most is not None and blocks > most:
+    if room is not None and most is not None and blocks > most:
         if options.kv_cache_tokens or options.kv_cache_bytes:
             raise OutOfMemory(
                 f"a cache of {blocks * size:,} tokens does not fit in memory",
                 who="--kv-cache-size",
-                why=f"weights and activations {_mib(fixed)} + cache {_mib(blocks * block_bytes)} + reserve {_mib(RESERVE_BYTES)} "
-                f"> {MEMORY_SHARE:.0%} of {_mib(available or 0)} available",
+                why=f"weights and activations {_mib(fixed)} + cache {_mib(blocks * block_bytes)} + reserve {_mib(room.reserve)} > {room.text}",
                 fix=f"--kv-cache-size {most * size}tok, or less",
                 requested=fixed + blocks * block_bytes,
                 free=available,
@@ -311,6 +311,25 @@ def _fit(
             )
         blocks = max(per_sequence, most)
     return (trial if (context, blocks) == (wanted, hoped) else planned(context, blocks)), context, available
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory that may be planned. reserve: what is left of it for everything else; text: what it is, for people."""
+
+    nbytes: int
+    reserve: int
+    text: str
+
+
+def _room(available: int | None, addresses: int | None) -> _Room | None:
+    """The tighter one of the memory that is free and of the address space that a limit leaves; None where neither is known."""
+    rooms = []
+    if available is not None:
+        rooms.append(_Room(int(available * MEMORY_SHARE), RESERVE_BYTES, f"{MEMORY_SHARE:.0%} of {_mib(available)} available"))
+    if addresses is not None:
+        rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)"))
+    return min(rooms, key=lambda room: room.nbytes - room.reserve, default=None)
 
 
 def _num_snapshots(definition: ModelDef) -> int:

@@ -99,7 +99,7 @@ class Command(click.Command):
         if ctx.resilient_parsing:  # a line that is being typed
             return super().parse_args(ctx, args)
         notes: list[str] = []
-        args = self._written(args, notes)
+        args = self._written(args, notes, ctx.meta.setdefault("typed_as", {}))
         rest = self._parsed(ctx, args)
         if "model_flag" in ctx.params:
             given = self._model(ctx)
@@ -125,8 +125,12 @@ class Command(click.Command):
             rest = super().parse_args(ctx, list(args))
             self._check_empty(ctx, args)
             return rest
+        except click.NoSuchOption as error:
+            raise foreign(error.option_name, error.option_name, error) from None
         except click.BadParameter as error:
             option = error.param
+            if isinstance(option, click.Option) and (old := ctx.meta["typed_as"].get(long_name(option))):
+                raise click.BadParameter(f"{error.message} ({old} is this option)", ctx, option) from None
             source = ctx.get_parameter_source(option.name or "") if option is not None else None
             if option is None or isinstance(error, click.MissingParameter) or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
                 raise
@@ -187,8 +191,9 @@ class Command(click.Command):
         """Every spelling of every option -> the option."""
         return {o: p for p in self.params if isinstance(p, click.Option) for o in (*p.opts, *p.secondary_opts)}
 
-    def _written(self, args: list[str], notes: list[str]) -> list[str]:
-        """The command line with flags of ftllm as ours. notes: lines about those without effect. Raises for those that cannot be."""
+    def _written(self, args: list[str], notes: list[str], typed_as: dict[str, str]) -> list[str]:
+        """The command line with flags of ftllm as ours. notes: lines about those without effect. typed_as: our option -> the flag that was
+        typed for it. Raises for those that cannot be."""
         known, out, rest = self._options(), list[str](), deque(args)
         while rest:
             arg = rest.popleft()
@@ -208,12 +213,13 @@ class Command(click.Command):
                 if not equals and rest and (row.takes > 0 or (row.takes < 0 and WORD.fullmatch(rest[0]))):
                     rest.popleft()
             elif row.text not in known:
-                raise click.UsageError(f"{name} is {row.text} here, which this command does not take")
+                raise foreign(row.text, f"{name} is {row.text} here, which")
             else:
                 words = [row.text]
                 if row.takes and (equals or rest):  # else click says that a value is missing
                     words.append(row.written(value if equals else rest.popleft()))
                 out += words if words[-1] else []
+                typed_as[row.text] = name
         return out
 
 
@@ -229,6 +235,19 @@ def _values(arg: str, option: click.Option, rest: deque[str]) -> list[str]:
     if option.is_flag or option.count or optional or (not arg.startswith("--") and len(arg) > 2):
         return []
     return [rest.popleft() for _ in range(min(option.nargs, len(rest)))]
+
+
+def foreign(name: str, shown: str, error: Exception | None = None) -> Exception:
+    """The error for an option that this command has not; names those that have it. error: what it is where none has."""
+    from ..core.errors import UsageError
+    from .config_file import commands_with
+
+    owners = commands_with(name.lstrip("-")) if name.startswith("--") else []
+    if error is not None and not owners:
+        return error
+    listed = ", ".join(f"`fastllm {owner}`" for owner in owners[:3])
+    here = click.get_current_context().command_path
+    return UsageError(f"{shown} `{here}` does not take" if error is None else f"{shown} is no option of `{here}`", fix=f"leave it out; it belongs to {listed}")
 
 
 def refusal(name: str, row: OldFlag) -> Exception:

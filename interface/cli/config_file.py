@@ -16,9 +16,10 @@ import click
 
 from ..core.errors import UsageError
 from .command import OWN_KEYS, long_name, same_dashes
+from .files import read_text
 from .old_flags import old_flag
 
-__all__ = ["apply_config", "is_config"]
+__all__ = ["apply_config", "commands_with", "is_config"]
 
 MAX_BYTES = 1 << 20
 UNSET = (-1, "", "auto", None)
@@ -56,15 +57,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
     Raises click.UsageError for what is no such file, for unknown keys, and for those that such a model may not have.
     """
     old = path.suffix.lower() == ".json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if old else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise click.UsageError(f"--config {path}: {error}", ctx) from None
-    except OSError as error:
-        raise click.UsageError(f"--config {path}: {error.strerror or error}", ctx) from None
-    if not isinstance(data, dict):
-        raise click.UsageError(f"--config {path}: it is no object with options", ctx)
+    data = _read(path, old)
     names = {o.lstrip("-"): p for p in ctx.command.params for o in (*p.opts, *p.secondary_opts) if p.name not in OWN_KEYS}
     found, others = dict[str, Any](), list[str]()
     for key, value in data.items():
@@ -80,11 +73,13 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
         full = name if option is None else long_name(option).lstrip("-")
         if as_model and full in CONFIG_ONLY:
             raise click.UsageError(f"{path}: '{key}' is not taken from a file in the place of MODEL; where you trust the file: --config {path}", ctx)
-        if option is not None and not isinstance(value, dict):
-            found[str(option.name)] = _fitting(option, value)
-        elif option is None and name in _all_names():
+        if option is not None:
+            found[str(option.name)] = _fitting(option, value, key, path)
+        elif option is None and commands_with(name):
             others.append(key)
         else:
+            if isinstance(value, dict):
+                raise UsageError(f"{path}: '{key}' is a table", who=str(path), fix=f"write its lines at the top of the file, without [{key}]")
             raise _unknown(key, path, [n for n in names if len(n) > 1 and not n.startswith("no-")], ctx)
     if others:
         many = len(others) > 1
@@ -128,25 +123,65 @@ def _modern(name: str, value: Any, notes: list[str], where: str) -> tuple[str | 
     return (row.text.lstrip("-") if written != "" else None), written
 
 
-def _fitting(option: click.Parameter, value: Any) -> Any:
-    """The value as click takes it: a list where there may be several, text for a choice."""
-    if isinstance(option, click.Option) and option.multiple:
-        return value if isinstance(value, list) else [value]
+def _read(path: Path, as_json: bool) -> dict[str, Any]:
+    """The table in a file. Raises UsageError for what is none."""
+    text = read_text("--config", path, MAX_BYTES)
+    try:
+        data = json.loads(text, object_pairs_hook=_once) if as_json else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
+        fix = 'write {"model": "NAME", "ctx": 4096}' if as_json else 'write lines as `ctx = 4096` or `model = "NAME"`; texts stand in quotes'
+        raise UsageError(f"{path} is not {'JSON' if as_json else 'TOML'}: {error}", who=str(path), fix=fix) from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} is no object with options", who=str(path), fix='write {"model": "NAME", "ctx": 4096}')
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that is there twice must not lose its first value in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key '{twice}' is there twice")
+    return found
+
+
+def _fitting(option: click.Parameter, value: Any, key: str, path: Path) -> Any:
+    """The value as click takes it: a list where there may be several, text for a choice. Raises UsageError for one of another type, which
+    click would cut (3.5 to 3), read as another one or pass on."""
+    many = isinstance(option, click.Option) and option.multiple
+    values = value if isinstance(value, list) and many else [value]
+    if isinstance(option, click.Option) and option.is_flag and not many and isinstance(option.type, click.types.BoolParamType):
+        needed, good = "true or false", isinstance(value, bool | str) or value in (0, 1)
+    elif isinstance(option.type, click.types.IntParamType):
+        needed, good = "a whole number", all(isinstance(v, str) or (isinstance(v, int) and not isinstance(v, bool)) or (isinstance(v, float) and v.is_integer()) for v in values)
+    elif isinstance(option.type, click.types.FloatParamType):
+        needed, good = "a number", all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values)
+    elif isinstance(option.type, click.Choice):
+        needed, good = f"one of {', '.join(map(str, option.type.choices))}", all(isinstance(v, str | int | float) for v in values)
+    elif isinstance(option.type, click.Path | click.types.StringParamType):
+        needed, good = "a text", all(isinstance(v, str) for v in values)
+    else:
+        needed, good = "a text or a number", all(isinstance(v, str | int) and not isinstance(v, bool) for v in values)
+    if not good:
+        kinds = {bool: str(value).lower(), list: "a list", dict: "a table"}
+        found = kinds.get(type(value), repr(value))
+        what = f"a list of which each is {needed}" if many and isinstance(value, list) else needed
+        example = {"a text": '"…"', "true or false": "true"}.get(needed, "…")
+        raise UsageError(f"{path}: '{key}' is {found}; it must be {what}", who=str(path), fix=f"write {key} = {example}")
+    if many:
+        return values
     if isinstance(option.type, click.Choice):
         return {"True": "on", "False": "off"}.get(str(value), str(value))
     return value
 
 
-def _all_names() -> set[str]:
-    """Names of the options of all commands; they are imported for it, which happens only where a key is not the command's own."""
+def commands_with(name: str) -> list[str]:
+    """The commands (`run`, `bench serve`) that have an option; they are imported for it, which happens only where it is not the command's own."""
     from .group import COMMANDS, cli
 
-    context = click.Context(cli)
-    pending = [command for name in COMMANDS if (command := cli.get_command(context, name)) is not None]
-    found = set()
-    while pending:
-        command = pending.pop()
-        found |= {long_name(p).lstrip("-") for p in command.params}
-        if isinstance(command, click.Group):
-            pending += command.commands.values()
+    context, found = click.Context(cli), list[str]()
+    for title in COMMANDS:
+        command = cli.get_command(context, title)
+        parts = {f"{title} {sub}": c for sub, c in command.commands.items()} if isinstance(command, click.Group) else {title: command}
+        found += [full for full, part in parts.items() if part is not None and any(name == long_name(p).lstrip("-") for p in part.params if isinstance(p, click.Option))]
     return found

@@ -10,16 +10,29 @@ from typing import Any
 import click
 
 from .command import Group
-from .output import check_place, made_folder, write_text
+from .files import check_place, made_folder, write_text
 
 __all__ = ["conformance_command"]
 
 MOST_LINES = 20  # of what is wrong with a report
 
 
-@click.group("conformance", cls=Group)
+class ConformanceGroup(Group):
+    """Options without a command are those of `run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """`fastllm conformance --backend NAME` runs the suite."""
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("conformance", cls=ConformanceGroup)
 def conformance_command() -> None:
-    """Test a backend against the oracle, verify a report, test the suite itself."""
+    """Test a backend against the oracle, verify a report, test the suite itself.
+
+    With options and without a command it is `fastllm conformance run`.
+    """
 
 
 _backend = (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .command import Command, model_argument
+from .files import check_new
 from .options import dtype_of, file_options, load_options, weight_options
-from .output import check_new
 
 if TYPE_CHECKING:
     from ..convert import ConvertReport

@@ -68,12 +68,13 @@ def _machine() -> dict[str, str]:
 
 
 def _limits() -> dict[str, str]:
-    from ..core.cgroup import available_memory, cpu_quota, memory_limit
+    from ..core.cgroup import address_space, available_memory, cpu_quota, memory_limit
 
-    quota, limit, free = cpu_quota(), memory_limit(), available_memory()
+    quota, limit, free, left = cpu_quota(), memory_limit(), available_memory(), address_space()
     return {
         "cpu quota": "none" if quota is None else f"{quota:g} cores",
         "memory limit": "none" if limit is None else f"{limit / (1 << 20):,.0f} MiB",
+        "address space left": "no limit" if left is None else f"{left / (1 << 20):,.0f} MiB",
         "memory available": "unknown" if free is None else f"{free / (1 << 20):,.0f} MiB",
     }
 

@@ -18,8 +18,8 @@ import click
 from click.core import ParameterSource
 
 from .command import OWN_KEYS, Command, config_origin, long_name, model_argument
+from .files import check_new, write_text
 from .options import load_options, model_options, sampling_options
-from .output import check_new, write_text
 from .server import server_options
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ reference of the command line.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 import click
@@ -76,11 +77,13 @@ class LazyGroup(click.Group):
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             import difflib
 
-            if same_dashes(name) in OLD_COMMANDS:
-                raise click.UsageError(f"no command '{name}'; {OLD_COMMANDS[same_dashes(name)]}", ctx)
+            from ..core.errors import UsageError
+
             near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=2, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(COMMANDS)}"
-            raise click.UsageError(f"no command '{name}'; {hint}", ctx)
+            fix = OLD_COMMANDS.get(same_dashes(name)) or (f"did you mean {' or '.join(repr(n) for n in near)}? `fastllm --help` lists all" if near else f"commands: {', '.join(COMMANDS)}; `fastllm --help` says what they do")
+            if os.path.exists(name):
+                fix = f"for a model: fastllm run {name}"
+            raise UsageError(f"there is no command '{name}'", fix=fix)
         return super().resolve_command(ctx, args)
 
 

@@ -141,8 +141,20 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
     if isinstance(error, OSError):
         name = f"{error.filename}: " if error.filename else ""
         return errors.FastLLMError(f"{name}{error.strerror or error}", who=str(error.filename or ""), fix=SYSTEM_FIXES.get(error.errno or 0, "run again with --debug to see where it failed"))
+    if isinstance(error, ImportError):
+        return _import_error(error)
     text = f"internal error: {type(error).__name__}: {error}"
     return errors.FastLLMError(text, fix="this is a bug of fastllm; run again with --debug and report it")
+
+
+def _import_error(error: ImportError) -> FastLLMError:
+    """A library that does not load: for want of memory, or because the installation is not whole."""
+    from ..core import errors
+
+    text = str(error)
+    if any(words in text for words in ("failed to map segment", "annot allocate memory", "cannot create")):
+        return errors.OutOfMemory("there is not enough memory to load a library", why=text, fix="raise the limit of address space (ulimit -v), or free memory")
+    return errors.FastLLMError("a library of fastllm does not load", who=error.name or "", why=text, fix="install it again: pip install --force-reinstall fastllm-engine")
 
 
 def _asked(args: list[str], flag: str) -> bool:

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from ..core.errors import UsageError
 from .collector import collector_at_rest
 from .command import Command, model_argument
+from .files import read_json, read_text
 from .options import load_options, model_options, sampling_options, thinking_option
 from .terminal import note
 
@@ -283,17 +284,11 @@ def _grammar(llm: LLM, values: dict[str, Any]) -> Grammar | None:
     """What the answer must look like. Raises UsageError for a file that cannot be read, InvalidRequest for what cannot be enforced."""
     if values["regex"] is not None:
         return llm.grammars.regex(values["regex"], "--regex")
-    path = values["grammar"] or values["json_schema"]
-    if path is None:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-        schema = json.loads(text) if values["json_schema"] else None
-    except OSError as error:
-        raise click.UsageError(f"cannot read '{path}': {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"'{path}' is not {'JSON' if values['json_schema'] else 'text in UTF-8'}: {error}") from None
-    return llm.grammars.json_schema(schema, "--json-schema") if values["json_schema"] else llm.grammars.grammar(text, "--grammar")
+    if values["grammar"] is not None:
+        return llm.grammars.grammar(read_text("--grammar", values["grammar"]), "--grammar")
+    if values["json_schema"] is not None:
+        return llm.grammars.json_schema(read_json("--json-schema", values["json_schema"]), "--json-schema")
+    return None
 
 
 def _as_json(llm: LLM, done: Any) -> dict[str, Any]:

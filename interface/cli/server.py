@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ..core.errors import UsageError
 from .command import Command, model_argument
+from .files import read_text
 from .options import load_options, model_options, sampling_options, thinking_option
 from .sizes import Size
 
@@ -25,7 +27,7 @@ PARSERS: Final = (
 )  # fmt: skip
 """Names of `text.output.FORMATS`, which loads too much for --help."""
 
-LEAST_BODY: Final = 4096  # bytes; a server that takes no ordinary request is of no use
+LEAST_BODY: Final = 1024  # bytes; a server that takes no ordinary request is of no use
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
 
 
@@ -147,9 +149,8 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
             raise click.UsageError(f"--{limit.replace('_', '-')} limits keys, and there is none: give --api-key-file FILE")
     local = not values["uds"] and all(is_loopback(host, values["port"]) for host in values["hosts"])
     if not local and not values["uds"] and not keys and not values["insecure"]:
-        raise click.UsageError(
-            f"--host {' '.join(values['hosts'])} lets other machines in, and there is no key: give --api-key-file FILE, or --insecure to allow everybody"
-        )
+        what = f"--host {' '.join(values['hosts'])} lets other machines in, and there is no key"
+        raise UsageError(what, who="--host", fix="--api-key-file FILE, or --insecure to allow everybody")
     if click.get_current_context().get_parameter_source("api_keys") is click.core.ParameterSource.COMMANDLINE and not values["quiet"]:
         say("fastllm: --api-key can be read in process lists; --api-key-file cannot")
     root = values["root_path"].rstrip("/")
@@ -197,13 +198,10 @@ def _key_reader(values: dict[str, Any]) -> Callable[[], Sequence[str]] | None:
         return None
 
     def read() -> Sequence[str]:
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+        lines = [line.strip() for line in read_text("--api-key-file", path).splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise click.UsageError(f"--api-key-file {path} holds no key")
+            raise UsageError(f"--api-key-file {path} holds no key", who="--api-key-file", fix="write one key a line into it")
         for key in keys:
             _check_key(key, f"--api-key-file {path}")
         return (*values["api_keys"], *keys)

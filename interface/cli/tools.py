@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.errors import InvalidRequest
+from ..core.errors import InvalidRequest, UsageError
+from .files import read_json
 
 if TYPE_CHECKING:
     from ..core.request import TokenConstraint
@@ -103,17 +104,12 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
 
 
 def _tools_of(path: Path) -> list[Any]:
-    try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise click.UsageError(f"cannot read '{path}': {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"'{path}' is not JSON: {error}") from None
+    tools = read_json("--tools", path)
     if not isinstance(tools, list) or not tools:
-        raise click.UsageError(f"""'{path}' holds no list of tools; write [{{"type": "function", "function": {{"name": …, "parameters": …}}}}]""")
+        fix = 'write [{"type": "function", "function": {"name": …, "parameters": …}}]'
+        raise UsageError(f"--tools {path} holds no list of tools", who="--tools", fix=fix)
     return tools
 
 
-def _bad(path: Path, error: InvalidRequest) -> click.UsageError:
-    fix = f"; {error.fix}" if error.fix else ""
-    return click.UsageError(f"--tools '{path}': {error.message}{fix}")
+def _bad(path: Path, error: InvalidRequest) -> UsageError:
+    return UsageError(f"--tools '{path}': {error.message}", who="--tools", why=error.why, fix=error.fix or "correct the file")

@@ -95,7 +95,7 @@ class PreparerPool:
         try:
             return await _Process.start(self._settings)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            raise Unavailable("no preparation process can be started", why=type(error).__name__, fix="look at the server's log") from error
+            raise Unavailable("no preparation process can be started", why=getattr(error, "strerror", None) or type(error).__name__, fix="raise the limits of open files, processes and memory (ulimit -n, -u, -v); the log may say more") from error
 
     async def prepare(self, kind: str, body: bytes) -> Any:
         """What `kinds.prepare` makes of a body. Raises its errors, TemplateError if it takes too

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -67,7 +68,9 @@ def open_sockets(hosts: Sequence[str], port: int, uds: str | None) -> list[socke
                 try:
                     made.bind((address[0], port, *address[2:]))
                 except OSError as error:
-                    fix = "--port 0 picks a free one" if port else "--host 127.0.0.1"
+                    fix = "--host 127.0.0.1, or another address of this machine"
+                    if error.errno != errno.EADDRNOTAVAIL and port:
+                        fix = "--port 8080, or 0 to have one picked" if error.errno == errno.EACCES else "--port 0 picks a free one"
                     raise UsageError(f"{host}:{port} cannot be used: {error.strerror}", fix=fix) from None
                 made.listen(BACKLOG)
                 port = made.getsockname()[1]

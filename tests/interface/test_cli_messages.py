@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import os
 from pathlib import Path
 
 import click
@@ -13,7 +14,15 @@ import pytest
 from fastllm.cli.command import MAY_BE_EMPTY, long_name
 from fastllm.cli.group import COMMANDS, cli
 from fastllm.cli.main import SYSTEM_FIXES, _as_fastllm_error
-from fastllm.core.errors import FastLLMError, UsageError
+from fastllm.core.errors import (
+    BackendBroken,
+    BackendUnavailable,
+    FastLLMError,
+    ModelFileError,
+    OutOfMemory,
+    UnsupportedError,
+    UsageError,
+)
 from fastllm.formats import cache, sources
 from fastllm.load_options import LoadOptions
 from fastllm.loading import load_model
@@ -262,7 +271,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work_and_with_a_way
 
 
 def test_what_a_command_writes_is_whole_or_not_there(tmp_path, monkeypatch):
-    from fastllm.cli.output import write_text
+    from fastllm.cli.files import write_text
 
     path = tmp_path / "out.toml"
     path.write_text("before")
@@ -350,7 +359,7 @@ def test_a_number_out_of_range_has_a_fix_that_is_in_range(run, tiny_model):
         load_model(tiny_model, LoadOptions(max_queue=1 << 30))
     assert caught.value.fix == f"--max-queue {1 << 20}"
     small = run("server", tiny_model, "--max-body", 1)
-    assert (small.code, "too small: 4,096 bytes" in small.err) == (2, True), small.err
+    assert (small.code, "too small: 1,024 bytes" in small.err) == (2, True), small.err
 
 
 def test_what_bench_computes_is_told_by_what_was_typed(run, tiny_model, monkeypatch):
@@ -376,3 +385,139 @@ def test_every_dtype_that_is_listed_is_one(run, tiny_model):
         QuantRules(name).check()
     assert set(ENCODED) <= set(DTYPES)
     assert "int8g64" in run("run", tiny_model, *FAST, "--dtype", "foo").err
+
+
+# flags of ftllm, and of other commands ----------------------------------------------------------------------------------
+
+
+def test_an_option_of_another_command_is_told_with_its_commands(run):
+    for typed, command in (("--port", "server"), ("--model-name", "bench serve"), ("--tool_call_parser", "webui"), ("--hf_token", "download")):
+        done = run("run", "smollm2", typed, "1", "--prompt", "x")
+        assert (done.code, f"`fastllm {command}`" in done.err, "`fastllm run`" in done.err) == (2, True, True), done.err
+    assert "No such option '--nosuch'" in run("run", "smollm2", "--nosuch").err
+
+
+def test_a_bad_value_is_told_by_the_name_that_was_typed(run):
+    for typed, value in (("--atype", "bfloat16"), ("--kv_cache_limit", "x"), ("--page_size", "4")):
+        done = run("run", "smollm2", "--prompt", "x", typed, value)
+        assert (done.code, f"({typed.replace('_', '-')} is this option)" in done.err) == (2, True), done.err
+
+
+def test_the_value_of_a_flag_without_effect_is_never_taken_for_a_model_or_a_prompt(run, tiny_model):
+    from fastllm.cli.old_flags import OLD_FLAGS
+
+    for row in OLD_FLAGS:
+        if row.kind == "note" and row.takes == 1:
+            done = run("dump-config", tiny_model, "--backend", "ref", row.names[0].replace("*", "x"), "cpu:0")
+            assert (done.code, "has no effect" in done.err) == (0, True), (row.names, done.err)
+
+
+def test_a_command_that_is_none_is_told_with_the_way(run, tmp_path):
+    for typed, fix in (("launch", "fastllm webui MODEL"), ("rnu", "did you mean 'run'"), ("xyzzy", "commands: run"), (tmp_path, "fastllm run ")):
+        done = run(typed)
+        assert (done.code, "there is no command" in done.err, fix in done.err) == (2, True, True), done.err
+
+
+def test_a_note_on_a_rule_of_experts_names_the_option(run, tiny_model):
+    done = run("plan", tiny_model, "--backend", "ref", "--no-measure", "--moe-dtype", "int4")
+    assert (done.code, "--moe-dtype has no effect: this model has no routed experts" in done.err) == (0, True), done.err
+
+
+def test_options_without_a_command_of_conformance_are_those_of_run(run):
+    done = run("conformance", "--backend", "ref", "--quick", "--case", "nosuch")
+    assert (done.code, "--case nosuch matches no case" in done.err) == (2, True), done.err
+
+
+# values of a configuration ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ctx = 64.5", "ctx = true", "ctx = []", "temperature = []", "temperature = true", "lora = 3", "lora = [3]", "model = 3", "stop = {a = 1}", "strict = 3", "strict = []", "kv-cache-size = 1.5", "prefix-cache = []", "dtype = 4", "[server]\nport = 3", "chat-template = 3"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_told_and_never_cut_or_passed_on(run, tiny_model, tmp_path, line):
+    path = tmp_path / "c.toml"
+    path.write_text(line)
+    done = run("run", tiny_model, *FAST, "--config", path)
+    assert (done.code, "c.toml: '" in done.err, "fix: write" in done.err) == (2, True, True), done.err
+
+
+def test_values_that_mean_the_same_are_taken(run, tiny_model, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("ctx = 64.0\ntemperature = 0\ntop-p = '0.5'\nprefix-cache = false\nstrict = true\nkv-cache-size = '64tok'\nstop = ['a', 'b']\n")
+    assert run("run", tiny_model, *FAST[:4], "--backend", "ref", "--config", path).code == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "m", "ctx": 1, "ctx": 2}', "\udcff", '{"model": "m", "ctx": NaN}'])
+def test_a_json_file_that_is_no_configuration_is_told(run, tmp_path, text):
+    path = tmp_path / "c.json"
+    path.write_text(text, errors="surrogateescape")
+    done = run("run", "smollm2", *FAST, "--config", path)
+    assert (done.code, str(path) in done.err, "fix: " in done.err) == (2, True, True), done.err
+
+
+def test_files_of_one_answer_are_wrong_options_with_a_way_out(run, tiny_model, tmp_path):
+    (tmp_path / "open").write_text("{")
+    (tmp_path / "raw").write_bytes(b"\xff")
+    os.mkfifo(tmp_path / "fifo")
+    for option in ("--json-schema", "--tools", "--grammar"):
+        for name in ("open", "raw", "absent", "fifo"):
+            done = run("run", tiny_model, *FAST, option, tmp_path / name)
+            assert (done.code, option in done.err, "fix: " in done.err) == (2, True, True), done.err
+            assert "codec" not in done.err
+            assert "--help" not in done.err
+
+
+def test_a_reason_that_the_message_holds_is_not_said_twice(run, tiny_model):
+    done = run("run", tiny_model, *FAST, "--regex", "(")
+    assert (done.code, done.err.count("unclosed group")) == (2, 1), done.err
+
+
+def test_an_address_is_no_name_of_a_model(run):
+    for address, fix in (("http://x.example/y.gguf", "curl -LO"), ("https://huggingface.co/org/name/resolve/main/x.gguf", "name the repository: org/name")):
+        done = run("run", address, *FAST)
+        assert (done.code, fix in done.err) == (2, True), done.err
+
+
+def test_an_address_of_another_machine_is_told_as_such(run, tiny_model):
+    done = run("server", tiny_model, "--host", "203.0.113.7", "--insecure", "--port", "18080")
+    assert (done.code, "fix: --host 127.0.0.1" in done.err) == (2, True), done.err
+
+
+# limits of the process --------------------------------------------------------------------------------------------------
+
+
+def test_address_space_is_planned_for_as_memory_is(tiny_model, monkeypatch):
+    from fastllm import loading
+
+    monkeypatch.setattr(loading, "address_space", lambda: loading.ADDRESS_BYTES + (1 << 20))
+    with pytest.raises(OutOfMemory, match="does not fit") as caught:
+        loading.plan_model(tiny_model, LoadOptions(backend="ref", kv_cache_tokens=1 << 20))
+    assert "ulimit -v" in caught.value.why
+    loading.plan_model(tiny_model, LoadOptions(backend="ref")).close()
+
+
+def test_a_process_that_may_not_take_more_says_so_before_loading(fastllm, tiny_model):
+    import resource
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
+
+    done = fastllm("run", tiny_model, *FAST, "--kv-cache-size", "1GiB", preexec_fn=limit)
+    assert (done.returncode, "that the limit of this process leaves (ulimit -v or -d)" in done.stderr) == (1, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_library_that_finds_no_memory_is_no_bug(run):
+    error = _as_fastllm_error(ImportError("x.so: failed to map segment from shared object"))
+    assert isinstance(error, OutOfMemory)
+    assert "ulimit" in error.fix
+    broken = _as_fastllm_error(ImportError("no module named x", name="x"))
+    assert "install it again" in broken.fix
+
+
+def test_every_class_of_errors_of_the_command_line_has_a_way_out():
+    for kind in (OutOfMemory, ModelFileError, UnsupportedError, BackendBroken, BackendUnavailable):
+        assert "\n  fix: " in kind("it is so").render()
+        assert kind("it is so").as_dict()["error"]["fix"]
+        assert "fix: this" in kind("it is so", fix="this").render()

@@ -90,11 +90,11 @@ def test_every_flag_of_the_table_does_what_it_says(row, tiny_model):
         out, notes = [], []
         if row.kind == "no":
             with pytest.raises(Exception, match=re.escape(name)) as raised:
-                command._written([typed, "1"], notes)
+                command._written([typed, "1"], notes, {})
             assert raised.value.exit_code == row.exit_code
             assert raised.value.fix or ": " not in row.text
             continue
-        out = command._written([typed, *(["true"] if row.takes else []), "MODEL"], notes)
+        out = command._written([typed, *(["true"] if row.takes else []), "MODEL"], notes, {})
         if row.kind == "note":
             assert out == ["MODEL"]
             assert notes == [f"{name} has no effect: {row.text}"]

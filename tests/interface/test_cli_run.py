@@ -328,7 +328,7 @@ def test_an_answer_follows_a_grammar(run, tiny_model, tmp_path):
     [
         (("--regex", "a("), "cannot be enforced"),
         (("--regex", "a", "--grammar", "x"), "one grammar"),
-        (("--json-schema", "/no/such/file"), "cannot read"),
+        (("--json-schema", "/no/such/file"), "cannot be read"),
         (("--json-schema", __file__), "is not JSON"),
         (("--regex", "a", "-i"), "holds one answer"),
     ],

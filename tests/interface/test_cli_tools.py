@@ -80,7 +80,7 @@ def test_text_stays_text_and_a_cut_call_is_said(run, model, tools):
         ('[{"type": "web_search"}]', "tools[0]"),
         (json.dumps([TOOLS[0], TOOLS[0]]), "one name"),
         ('[{"type": "function", "function": {"name": "f", "parameters": {"properties": 3}}}]', "tools[0].function.parameters"),
-        (None, "cannot read"),
+        (None, "cannot be read"),
     ],
 )
 def test_a_bad_file_is_one_error(run, model, tmp_path, text, said):

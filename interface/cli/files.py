@@ -1,17 +1,47 @@
-"""Files that a command writes because somebody named them: checked before the work, written whole or not at all.
+"""Files that a command reads or writes because an option names them.
 
-What cannot be written is an error with the folder and the way out, before minutes of work go into it.
+What cannot be read is a wrong option. What is written is checked before the work, and is there whole or not at all: what cannot be written
+is an error with the folder and the way out, before minutes of work go into it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import FastLLMError, UsageError
 
-__all__ = ["check_new", "check_place", "made_folder", "unwritable", "write_text"]
+__all__ = ["MAX_BYTES", "check_new", "check_place", "made_folder", "read_json", "read_text", "unwritable", "write_text"]
+
+MAX_BYTES = 16 << 20  # of a text that an option names
+
+
+def read_text(option: str, path: Path, limit: int = MAX_BYTES) -> str:
+    """The text of the file that an option names. Raises UsageError for one that is not there, no regular file, too large, or not in UTF-8."""
+    again = f"name another file with {option}"
+    try:
+        if not path.is_file() and path.exists():
+            raise UsageError(f"{option} {path} is no regular file", who=option, fix=again)
+        size = path.stat().st_size
+        if size > limit:
+            raise UsageError(f"{option} {path} has {size:,} bytes; the limit is {limit:,}", who=option, fix=again)
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {path} is not text in UTF-8: byte {error.start}", who=option, fix=f"save it as UTF-8, or {again}") from None
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}", who=option, fix=f"check the path, or {again}") from None
+
+
+def read_json(option: str, path: Path) -> Any:
+    """The JSON in the file that an option names. Raises UsageError as `read_text`, and for what is no JSON."""
+    text = read_text(option, path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option} {path} is not JSON: {error}", who=option, fix=f"correct it, or name another file with {option}") from None
 
 
 def unwritable(option: str, path: Path, error: OSError) -> FastLLMError:
