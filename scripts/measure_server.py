@@ -150,7 +150,7 @@ class Hosted:
         return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children() if child.pid in self.runtime.pool.pids)  # type: ignore[union-attr]
 
     def load(self, number: int, size_in: int, size_out: int) -> dict[str, float]:
-        """Eight clients in a process of their own: tokens, tokens/s, and the same while answers are written."""
+        """Eight clients in a process of their own: tokens, tokens/s, the same while answers are written, and their own CPU time."""
         words = [str(word) for word in (self.url, number, size_in, size_out)]
         done = subprocess.run([sys.executable, __file__, "--clients", *words], stdout=subprocess.PIPE, check=True)
         found: dict[str, float] = json.loads(done.stdout)
@@ -165,15 +165,17 @@ class Hosted:
 def clients(url: str, number: str, size_in: str, size_out: str) -> None:
     """The other end of `Hosted.load`."""
     load = run_load(url, requests=WAVES * CLIENTS, clients=CLIENTS, seed=int(number), input_tokens=int(size_in), output_tokens=int(size_out))
+    before_s = time.process_time()
     samples, seconds = asyncio.run(load)
+    cpu_s = time.process_time() - before_s
     tokens = sum(s.tokens for s in samples)
     decode = decode_rate((s.tokens, s.total_s - s.ttft_s) for s in samples)
-    print(json.dumps({"tokens": tokens, "rate": tokens / seconds, "decode": decode, "seconds": seconds}))
+    print(json.dumps({"tokens": tokens, "rate": tokens / seconds, "decode": decode, "seconds": seconds, "cpu_s": cpu_s}))
 
 
 def throughput(asked: argparse.Namespace) -> None:
     """The server at eight clients beside its own engine alone, in turns."""
-    rows: list[list[float]] = []  # of a round: tokens/s alone, of the server, the same of decoding, CPU of the loop and of preparation in µs a token, in parts of the machine
+    rows: list[list[float]] = []  # of a round: tokens/s alone, of the server, the same of decoding, CPU of the loop, of preparation and of the clients in µs a token, of the loop in parts of the machine
     with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
         server = Hosted(llm)
         try:
@@ -183,16 +185,16 @@ def throughput(asked: argparse.Namespace) -> None:
                 found = server.load(number, asked.input, asked.output)
                 loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
                 if number:  # the first warms up
-                    shares = [loop_s / found["tokens"] * 1e6, prepare_s / found["tokens"] * 1e6, loop_s / found["seconds"] / len(os.sched_getaffinity(0))]
+                    shares = [*(s / found["tokens"] * 1e6 for s in (loop_s, prepare_s, found["cpu_s"])), loop_s / found["seconds"] / len(os.sched_getaffinity(0))]
                     rows.append([alone, found["rate"], alone_decode, found["decode"], *shares])
         finally:
             server.end()
-    whole, served, decode_alone, decode, loop_us, prepare_us, share = (list(column) for column in zip(*rows, strict=True))
+    whole, served, decode_alone, decode, loop_us, prepare_us, clients_us, share = (list(column) for column in zip(*rows, strict=True))
     print(f"{asked.model}, {CLIENTS} at a time, prompts of {asked.input}, answers of {asked.output} tokens; {asked.rounds} pairs in turns")
     print(f"while answers are written: engine alone {spread(decode_alone)} tokens/s, server {spread(decode)}, {ratio(decode, decode_alone)}")
     print(f"with prompts and connections: engine alone {spread(whole)} tokens/s, server {spread(served)}, {ratio(served, whole)}")
     print(f"CPU of HTTP, text and streaming: {spread(loop_us)} µs a token, {spread([s * 100 for s in share], 2)} % of the cores")
-    print(f"CPU of the processes that read requests: {spread(prepare_us)} µs a token")
+    print(f"CPU of the processes that read requests: {spread(prepare_us)} µs a token; of the clients, which are on the same cores: {spread(clients_us)}")
 
 
 def spread(values: list[float], digits: int = 0) -> str:
