@@ -22,6 +22,7 @@ from fastllm.api import (
     PRIMITIVE_OPS,
     Backend,
     Buffer,
+    EngineError,
     KVSpec,
     MemoryInfo,
     No,
@@ -232,6 +233,8 @@ class RefBackend(Backend):
     ) -> None:
         q, where, starts, lengths, table = self._read_all(stream, query, positions, query_start, context_len, block_table)
         attrs["sinks"], attrs["slopes"], prefix = self._read_all(stream, sinks, alibi_slopes, prefix_len)
+        _check_shares("attention", starts, len(q))
+        _check_lengths(lengths, table.shape[1] * cache.block_size)
         result = np.zeros(out.shape, np.float32)
         for s, length in enumerate(lengths.tolist()):
             rows = range(int(starts[s]), int(starts[s + 1]))
@@ -299,7 +302,7 @@ class RefBackend(Backend):
     ) -> None:
         inputs, w = self._read_all(stream, x, weight)
         result = np.zeros(out.shape, np.float32)
-        for rows, slot in self._sequences(state, positions, query_start, state_slot, stream):
+        for rows, slot in self._sequences("short_conv", state, positions, query_start, state_slot, stream):
             result[rows] = ops.short_conv(slot, inputs[rows], w, kind)
         self.write(out, result, stream)
 
@@ -307,15 +310,16 @@ class RefBackend(Backend):
         query, key, value, a, b, a_log, dt_bias = self._read_all(stream, *operands[:7])
         positions, query_start, state_slot = operands[7:]
         result = np.zeros(out.shape, np.float32)
-        for r, slot in self._sequences(state, positions, query_start, state_slot, stream):
+        for r, slot in self._sequences("delta_rule", state, positions, query_start, state_slot, stream):
             result[r] = ops.delta_rule(slot, query[r], key[r], value[r], a[r], b[r], a_log, dt_bias, eps)
         self.write(out, result, stream)
 
     def _sequences(
-        self, state: Tensor, positions: Tensor, query_start: Tensor, state_slot: Tensor, stream: Stream
+        self, op: str, state: Tensor, positions: Tensor, query_start: Tensor, state_slot: Tensor, stream: Stream
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """(its rows, its state) of every sequence that has rows; the state is zeros at position 0, and is put back when the caller goes on."""
         where, starts, slots = self._read_all(stream, positions, query_start, state_slot)
+        _check_shares(op, starts, len(where))
         spec = state.spec
         if not isinstance(spec, SlotSpec):
             raise TypeError("short_conv and delta_rule need a state of fixed size")
@@ -350,6 +354,21 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= dim
     return tuple(reversed(strides))
+
+
+def _check_shares(op: str, starts: np.ndarray, tokens: int) -> None:
+    """query_start [S + 1] divides the step's tokens: from 0, never back, to the last. Raises EngineError before anything is computed."""
+    for s, start in enumerate(starts.tolist()):
+        before = int(starts[s - 1]) if s else 0
+        if start < before or start > tokens or (s == 0 and start) or (s == len(starts) - 1 and start != tokens):
+            raise EngineError(f"op '{op}': query_start[{s}] = {start} does not divide the {tokens} tokens of the step in ascending order")
+
+
+def _check_lengths(lengths: np.ndarray, most: int) -> None:
+    """context_len [S] fits the rows of the block table, which hold `most` tokens."""
+    for s, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= most:
+            raise EngineError(f"op 'attention': context_len[{s}] = {length}, but a row of the block table holds {most} tokens at most")
 
 
 def _quiet(op: OpFn) -> OpFn:

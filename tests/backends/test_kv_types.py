@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from fastllm.api import KV_DTYPES, Backend, Buffer, KVSpec, No, OpQuery, RefBackend, Stream, Tensor, UsageError
+from fastllm.api import KV_DTYPES, Backend, Buffer, EngineError, KVSpec, No, OpQuery, RefBackend, Stream, Tensor, UsageError
 from fastllm.backends.cpu_avx import isa
 from fastllm.backends.cpu_avx.backend import CpuBackend
 from fastllm.backends.ref import kv
@@ -85,10 +85,11 @@ class Cache:
         kind = "i32" if array.dtype == np.int32 else "f32"
         return Tensor(self.backend.wrap_host(array.reshape(-1).view(np.uint8), readonly=False), 0, array.shape, kind)
 
-    def attend(self, queries, positions, **attrs):
-        """queries [n, H, Dk] of one sequence at `positions` -> [n, H, Dv]."""
-        out = np.full((*queries.shape[:2], self.cache.spec.value_dim), np.nan, np.float32)
-        ints = [np.array(a, np.int32) for a in (positions, [0, len(queries)], [max(positions) + 1], [range(self.cache.num_blocks)])]
+    def attend(self, queries, positions, starts=None, length=None, out=None, **attrs):
+        """queries [n, H, Dk] of one sequence at `positions` -> [n, H, Dv]. starts, length: query_start and context_len, if other than true."""
+        out = np.full((*queries.shape[:2], self.cache.spec.value_dim), np.nan, np.float32) if out is None else out
+        starts, length = starts or [0, len(queries)], max(positions) + 1 if length is None else length
+        ints = [np.array(a, np.int32) for a in (positions, starts, [length], [range(self.cache.num_blocks)])]
         full = {"scale": 0.25, "mask": "causal", "chunk": 0, "window": 0, "softcap": 0.0, "value_dim": 0, **attrs}
         operands = [self.tensor(queries), self.cache, *map(self.tensor, ints), None, None, None]
         self.ops[self.prefix + "attention"](*operands, out=self.tensor(out), stream=Stream(), ws=None, **full)
@@ -105,6 +106,26 @@ def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dt
         found = Cache(backend, dtype, keys, values).attend(np.ones((20, HEADS, 16), np.float32), list(range(20)), window=1)
     wanted = np.array([[exact(head, dtype) for head in token] for token in values])
     np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("variant", ["ref", *USABLE])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"starts": [0, 2]}, r"query_start\[1\] = 2 does not divide the 3 tokens of the step in ascending order"),
+        ({"starts": [0, 4]}, r"query_start\[1\] = 4 does not divide the 3 tokens"),
+        ({"starts": [1, 3]}, r"query_start\[0\] = 1 does not divide"),
+        ({"starts": [-3, 3]}, r"query_start\[0\] = -3 does not divide"),
+        ({"length": 33}, r"context_len\[0\] = 33, but a row of the block table holds 32 tokens at most"),
+        ({"length": -1}, r"context_len\[0\] = -1, but"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_an_error_and_writes_nothing(variant, wrong, message):
+    values, out = vectors(24), np.full((3, HEADS, 24), np.nan, np.float32)
+    with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant) as backend:
+        with pytest.raises(EngineError, match=message):
+            Cache(backend, "f32", values, values).attend(np.ones((3, HEADS, 24), np.float32), [0, 1, 2], out=out, **wrong)
+    assert np.isnan(out).all()
 
 
 @pytest.mark.parametrize("variant", USABLE)

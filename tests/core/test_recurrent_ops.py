@@ -107,11 +107,20 @@ def test_cpu_avx_checks_slots_and_the_share_of_sequences_before_it_touches_memor
     for slot in (3, -1):
         with pytest.raises(EngineError, match=f"index {slot} at place 0 is outside of its table of 3 rows"):
             state.run(op, rowed, fixed, 0, slot, **attrs)
-    one = [np.ascontiguousarray(x[:1]) for x in rowed]
-    step = [np.zeros(1, np.int32), np.array([0, 2], np.int32), np.zeros(1, np.int32)]
-    out = np.full((rowed[2] if op == "delta_rule" else rowed[0])[:1].shape, np.nan, np.float32)
-    with pytest.raises(EngineError, match=r"query_start\[1\] = 2 does not divide the 1 tokens"):
-        state.backend.ops()[op](state.tensor, *(state.wrap(a) for a in (*one, *fixed, *step)), out=state.wrap(out), stream=Stream(), ws=None, **attrs)
+
+
+@pytest.mark.parametrize("isa", [None, RUNNABLE[-1]])
+@pytest.mark.parametrize(("op", "shape", "rowed", "fixed", "attrs"), [CONV, DELTA], ids=["short_conv", "delta_rule"])
+@pytest.mark.parametrize(("starts", "at"), [([0, 4], "1\\] = 4"), ([0, 2], "1\\] = 2"), ([1, 3], "0\\] = 1"), ([-1, 3], "0\\] = -1"), ([0, 3, 2], "2\\] = 2")])
+def test_a_share_of_sequences_that_cannot_be_is_an_error_and_touches_nothing(op, shape, rowed, fixed, attrs, isa, starts, at):
+    state = State(shape, isa)
+    few = [np.ascontiguousarray(x[:3]) for x in rowed]
+    step = [np.arange(3, dtype=np.int32), np.array(starts, np.int32), np.zeros(len(starts) - 1, np.int32)]
+    out = np.full((rowed[2] if op == "delta_rule" else rowed[0])[:3].shape, np.nan, np.float32)
+    with pytest.raises(EngineError, match=rf"query_start\[{at} does not divide the 3 tokens"):
+        state.backend.ops()[f"{state.prefix}{op}"](
+            state.tensor, *(state.wrap(a) for a in (*few, *fixed, *step)), out=state.wrap(out), stream=Stream(), ws=None, **attrs
+        )
     assert (state.slots == 7.0).all()
     assert np.isnan(out).all()
 
