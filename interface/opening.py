@@ -5,6 +5,9 @@ The first time that a (backend, device, options, driver, version) is opened, it 
 cache folder. A backend that was named and fails is an error; one that `auto` chose is set aside with a line, and the next one takes its
 place. Where the host cannot do its part (a full disk), nothing is known: the backend is used, and a line says that it was not tested.
 Called by `loading.plan_model`.
+
+A backend that is asked in child processes is opened in one first (`python -m fastllm.opening`), and tested there: a crash or a hang of its
+driver is then an error with an owner as well, and not the end of the command.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import BackendBroken, DownloadError, UsageError
+from .core.errors import BackendBroken, BackendUnavailable, DownloadError, UsageError
 from .formats.sources import env_flag
 from .host import plugin_folder
 from .load_options import LoadOptions, say_note
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from .core.plugins import BackendRegistry, Selection
 
 __all__ = ["check_first_open", "open_checked"]
+
+TRIAL_S = 120.0
+"""Seconds for opening and testing in a child; drivers compile kernels meanwhile."""
 
 KEPT = 200
 """Entries of the file that remembers; the oldest go first."""
@@ -46,22 +52,41 @@ def open_checked(
     tested = env_flag("FASTLLM_SELF_TEST", True) if options.self_test is None else options.self_test
     while True:
         values = options_for(selection)
-        backend = registry.open(selection, values)
+        backend: Backend | None = None
         try:
+            if tested:
+                _try_in_child(registry, selection, values)
+            backend = registry.open(selection, values)
             if note := check_first_open(registry, selection, backend, values) if tested else "":
                 say_note(note, options, f"backend '{selection.name}'")
-        except BackendBroken as error:
-            backend.close()
+        except (BackendBroken, BackendUnavailable) as error:
+            if backend is not None:
+                backend.close()
             if selection.origin != "auto" or options.strict:
                 raise
             registry.set_aside(selection.name, error)
             selection = registry.select("auto")
             options.message(f"{error.message}, so '{selection.name}' is used: {error.why}")
         except BaseException:
-            backend.close()
+            if backend is not None:
+                backend.close()
             raise
         else:
             return selection, backend
+
+
+def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> None:
+    """Opens and tests a backend in a child process, once for the files that it is made of. What the child finds wrong is found again here, with
+    its numbers. Raises BackendBroken for a crash or a hang."""
+    if not registry.in_child(selection.name):
+        return
+    key, place = _key(registry, selection, options, trial=True), _place()
+    if place is not None and key in _known(place):
+        return
+    pairs = [part for key_value in options.items() for part in ("--option", *key_value)]
+    registry.attempt(selection.name, __name__, [*pairs, "--", str(selection)], TRIAL_S)
+    if place is not None:
+        _remember(place, key, f"{selection} in a child")
 
 
 def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> str:
@@ -91,9 +116,9 @@ def check_first_open(registry: BackendRegistry, selection: Selection, backend: B
     return ""
 
 
-def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> str:
+def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, str], trial: bool = False) -> str:
     """A hash of everything that may change what the backend computes: versions, driver, options, and the files of its package, and of those that its
-    `conformance.toml` names."""
+    `conformance.toml` names. trial: without the driver, who is asked for its version once it is open."""
     from importlib.metadata import version
 
     from .conformance.sources import source_folders
@@ -107,7 +132,7 @@ def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, 
     stats = [(p.name, s.st_size, s.st_mtime_ns) for p in files if p.suffix != ".pyc" and p.is_file() and (s := p.stat())]
     facts = [
         selection.name, selection.device, sorted(options.items()), state.distribution, state.version, version("fastllm-engine"),
-        sorted(registry.environment(selection.name).items()), stats, sorted(os.environ.get(n, "") for n in ("FASTLLM_ISA",)),
+        "trial" if trial else sorted(registry.environment(selection.name).items()), stats, sorted(os.environ.get(n, "") for n in ("FASTLLM_ISA",)),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -138,3 +163,33 @@ def _remember(place: Path, key: str, what: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(newest, file, indent=1)
         os.replace(path, place)
+
+
+def main() -> None:
+    """The child of `_try_in_child`: opens a backend and tests it; answers that it came through."""
+    import argparse
+
+    from .conformance.selfcheck import self_check
+    from .core.plugins import Answer, BackendRegistry
+
+    parser = argparse.ArgumentParser(prog="python -m fastllm.opening")
+    parser.add_argument("--timeout", type=float, default=TRIAL_S)
+    parser.add_argument("--plugins-file")
+    parser.add_argument("--plugin", action="append", default=[])
+    parser.add_argument("--option", nargs=2, action="append", default=[])
+    parser.add_argument("name")
+    asked = parser.parse_args()
+    answer = Answer(asked.timeout)
+    with contextlib.suppress(Exception):  # the parent meets it again, and says it
+        registry = BackendRegistry(asked.plugins_file, asked.plugin)
+        answer.stage("open")
+        backend = registry.open(asked.name, dict(asked.option))
+        answer.stage("compute")
+        self_check(backend)
+        answer.stage("close")
+        backend.close()
+    answer.end({})
+
+
+if __name__ == "__main__":
+    main()

@@ -18,13 +18,14 @@ with an owner, never a traceback.
 
 from __future__ import annotations
 
-from .child import ChildProbe, probe_in_child
+from .child import Answer, ChildProbe, probe_in_child
 from .config import PluginsConfig, load_config
 from .hookspecs import check_api
 from .registry import BackendRegistry, Selection
 from .report import BackendState
 
 __all__ = [
+    "Answer",
     "BackendRegistry",
     "BackendState",
     "ChildProbe",

@@ -6,6 +6,7 @@ plug-ins again by itself, and answers with one line of JSON. Called by the regis
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -16,9 +17,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-__all__ = ["ASK_S", "CONTAIN", "ChildProbe", "ask_children", "probe_in_child"]
+__all__ = ["ASK_S", "CONTAIN", "Answer", "ChildProbe", "ask_children", "located", "probe_in_child"]
 
 ASK_S: Final = 5.0
 """Seconds for start, import and probe together; then the child and what it started are killed."""
@@ -35,7 +36,7 @@ DEATH_S: Final = 1.0  # that a killed child may take to end; one that a driver k
 @dataclass(frozen=True)
 class ChildProbe:
     """What became of a question. outcome: answered | crashed | hung. state: the answer, BackendState.as_dict() with `environment` and
-    `messages`, else {}. stage: load or probe, where it ended. detail: the signal or exit status and, where known, the place in the code;
+    `messages`, else {}. stage: what it was at (load, probe, open …). detail: the signal or exit status and, where known, the place in the code;
     noise: what the plug-in printed."""
 
     name: str
@@ -65,8 +66,34 @@ def located(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[
     return arguments
 
 
-def ask_children(questions: Sequence[tuple[str, Sequence[str]]], timeout_s: float, env: Mapping[str, str]) -> list[ChildProbe]:
-    """Asks each question, a name and the child's arguments, in a child of its own, several at the same time. timeout_s: for each."""
+class Answer:
+    """The child's side: what it says goes to the parent, and what a plug-in or its driver prints goes to stderr."""
+
+    def __init__(self, timeout_s: float):
+        """timeout_s: seconds until the parent gives up; a little before, the stack is printed, so that a hang has a place."""
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        faulthandler.dump_traceback_later(0.8 * timeout_s)
+
+    def stage(self, name: str) -> None:
+        """What is done next: where it ends, if it does."""
+        self._out.write(f"{name}\n")
+        self._out.flush()
+
+    def end(self, said: Mapping[str, Any]) -> NoReturn:
+        """Answers, and ends the process: exit handlers and threads of a driver have no say any more."""
+        faulthandler.cancel_dump_traceback_later()
+        self._out.write(json.dumps(said, default=str) + "\n")
+        self._out.close()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def ask_children(
+    questions: Sequence[tuple[str, Sequence[str]]], timeout_s: float, env: Mapping[str, str], module: str = __package__
+) -> list[ChildProbe]:
+    """Asks each question, a name and the child's arguments, in a child of its own, several at the same time. timeout_s: for each.
+    module: what a child runs; it answers with `Answer`."""
     waiting = list(questions)[::-1]
     running: list[_Child] = []
     answers: dict[str, ChildProbe] = {}
@@ -76,7 +103,7 @@ def ask_children(questions: Sequence[tuple[str, Sequence[str]]], timeout_s: floa
                 while waiting and len(running) < max(4, os.cpu_count() or 1):
                     name, arguments = waiting.pop()
                     try:
-                        running.append(_Child(name, arguments, timeout_s, env, selector))
+                        running.append(_Child(name, [module, "--timeout", str(timeout_s), *arguments], timeout_s, env, selector))
                     except OSError as error:
                         answers[name] = ChildProbe(name, "crashed", detail=f"no process could be started: {error}", stage="load")
                 for key, _ in selector.select(TICK_S if running else 0):
@@ -99,7 +126,7 @@ class _Child:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.process = subprocess.Popen(
             # -P: the current folder is on the path only if it is on ours
-            [sys.executable, "-P", "-X", "faulthandler", "-m", __package__, "--timeout", str(timeout_s), *arguments],
+            [sys.executable, "-P", "-X", "faulthandler", "-m", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,7 +170,8 @@ class _Child:
                 self.selector.unregister(pipe)
             pipe.close()
         state, noise = self.state(), self.noise.decode("utf-8", "replace").strip()
-        stage = "probe" if bytes(self.answer).startswith(b"probe\n") else "load"
+        stages = [line for line in self.answer.decode("utf-8", "replace").split("\n")[:-1] if line.isidentifier()]
+        stage = stages[-1] if stages else "load"
         if state is not None:
             return ChildProbe(self.name, "answered", state, str(state.get("reason", "")), noise, stage)
         if not exited:

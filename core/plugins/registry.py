@@ -183,6 +183,14 @@ class BackendRegistry:
             raise broken(entry.candidate, "open", f"fastllm_open_backend() returned {type(backend).__name__}; it must return a Backend")
         return backend
 
+    def in_child(self, name: str) -> bool:
+        """Whether this backend is asked in child processes so far: it is not opened, and not on the list of those that are asked here."""
+        return self._contained.holds(self._entry(name))
+
+    def attempt(self, name: str, module: str, arguments: list[str], timeout_s: float) -> None:
+        """Runs `python -m MODULE` with the arguments that find the same plug-ins, and these. Raises BackendBroken if it crashes or hangs."""
+        self._contained.attempt(self._entry(name), module, arguments, timeout_s)
+
     def set_aside(self, name: str, error: FastLLMError) -> None:
         """From now on this backend is what `error` says: it gave wrong answers when it was opened."""
         self._entry(name).loaded = error

@@ -122,9 +122,8 @@ def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dt
 )
 def test_a_step_that_contradicts_itself_is_an_error_and_writes_nothing(variant, wrong, message):
     values, out = vectors(24), np.full((3, HEADS, 24), np.nan, np.float32)
-    with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant) as backend:
-        with pytest.raises(EngineError, match=message):
-            Cache(backend, "f32", values, values).attend(np.ones((3, HEADS, 24), np.float32), [0, 1, 2], out=out, **wrong)
+    with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant) as backend, pytest.raises(EngineError, match=message):
+        Cache(backend, "f32", values, values).attend(np.ones((3, HEADS, 24), np.float32), [0, 1, 2], out=out, **wrong)
     assert np.isnan(out).all()
 
 

@@ -90,6 +90,40 @@ def test_a_right_backend_is_tested_once_and_again_after_a_change(run, tiny_model
     assert tested[2:] == ["wrong", "wrong"]  # the same name, other files
 
 
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("def fastllm_open_backend(name, device, options):", "failed to open"),
+        ("def one(self, *inputs, out, stream, ws, **attrs):", "failed to compute"),
+        ("def close(self):", "failed to close"),
+    ],
+)
+def test_a_crash_of_a_backend_that_is_opened_for_the_first_time_is_an_error_with_its_place(run, tiny_model, wrong, where, says):
+    path = wrong("linear", 1.0)
+    text = path.read_text().replace("    def one(", "    def close(self):\n        pass\n\n    def one(")
+    indent = " " * (8 if "self" in where else 4)
+    path.write_text(text.replace(where, f"{where}\n{indent}import ctypes; ctypes.string_at(0)"))
+    command = ("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path)
+    named = run(*command, "--backend", "wrong")
+    assert named.code == 3
+    assert f"backend 'wrong' {says}" in named.err
+    assert "the process died of SIGSEGV   (" in named.err
+    assert "wrong.py:" in named.err
+    auto = run(*command, "--json")
+    assert (auto.code, json.loads(auto.out)["backend"]) == (0, "cpu_avx")
+    assert f"backend 'wrong' {says}, so 'cpu_avx' is used: the process died of SIGSEGV" in auto.err
+
+
+def test_a_backend_that_auto_chose_and_that_cannot_be_opened_is_set_aside(run, tiny_model, wrong):
+    path = wrong("linear", 1.0)
+    path.write_text(path.read_text().replace("    return Wrong()", "    raise RuntimeError('no firmware')"))
+    command = ("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path)
+    auto = run(*command, "--json")
+    assert (auto.code, json.loads(auto.out)["backend"]) == (0, "cpu_avx")
+    assert "backend 'wrong' failed to open, so 'cpu_avx' is used: RuntimeError: no firmware" in auto.err
+    assert run(*command, "--strict").code == run(*command, "--backend", "wrong").code == 3
+
+
 def test_what_cannot_be_judged_is_not_held_against_a_backend():
     for options in ({"memory": "4096"}, {"without": "linear"}):
         backend, _ = open_backend("fake", options)
