@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import UsageError
 from .command import Command, model_argument
 from .options import load_options, model_options
 
@@ -57,7 +58,7 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
     from .terminal import Reporter, escape_controls
 
     if values.pop("backend") or values.pop("device"):
-        raise click.UsageError("the backend is the first argument: fastllm backend status NAME")
+        raise UsageError("no backend is named", fix="fastllm backend status NAME")
     with Reporter.of(values, silent=values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
         options = load_options({**values, "backend": name, "fallback": values["fallback"] or "allow", "max_batch_size": values["max_batch_size"] or 1}, **callbacks)

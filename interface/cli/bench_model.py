@@ -46,7 +46,7 @@ def model_command(model: str | None, **values: Any) -> None:
     streams = sorted(set(values["batch"] or (values["max_batch_size"] or 8,)) - {1})
     most = max(streams, default=1)
     if most > (values["max_batch_size"] or most):
-        raise click.UsageError(f"--batch {most} is more than --max-batch-size {values['max_batch_size']}")
+        raise UsageError(f"--batch {most} is more than --max-batch-size {values['max_batch_size']}", fix=f"--max-batch-size {most}, or leave it out")
     room = values["input_tokens"] + values["output_tokens"] + 1
     own = 16 + values["output_tokens"] + 1  # of a stream in a batch
     if values["ctx"] is not None and values["ctx"] < max(room, own):

@@ -109,7 +109,7 @@ class Chat:
         try:
             return data.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise UsageError(f"a line of the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+            raise UsageError(f"a line of the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}", fix="convert the input first: iconv -t UTF-8") from None
 
     def _read(self) -> str:
         """One message: a line, or everything between two lines of triple quotes; a backslash at the end continues a line."""

@@ -116,7 +116,7 @@ def _save(chat: Chat, text: str) -> None:
             json.dump(data, file, indent=1, ensure_ascii=False)
         part.replace(path)
     except (OSError, ValueError) as error:  # ValueError: of a name or a text that cannot be encoded
-        raise FastLLMError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise FastLLMError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}", fix="/save another file") from None
     finally:
         with contextlib.suppress(OSError, ValueError):
             part.unlink()
@@ -178,7 +178,7 @@ def _model(chat: Chat, text: str) -> None:
     except OutOfMemory as error:
         raise OutOfMemory(error.message, why=f"{error.why or 'two models do not fit'}; {chat.llm.loaded.name} stays", fix=f"/exit, then fastllm run {text}", **error.fields) from None
     except OSError as error:
-        raise FastLLMError(f"{text} cannot be opened: {error.strerror or error}") from None
+        raise FastLLMError(f"{text} cannot be opened: {error.strerror or error}", fix="check the path, or /model another name") from None
     chat.take_model(new)
     say(f"{new.loaded.name}: context {new.loaded.context}; the conversation goes on")
 

@@ -7,6 +7,7 @@ is an argument or `-p`; a `.toml` in its place, or ftllm's `.json`, is a configu
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from ..core.errors import UnsupportedError, UsageError
 from .old_flags import OldFlag, old_flag
 
 __all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "config_origin", "long_name", "model_argument", "refusal", "same_dashes"]
@@ -124,6 +126,7 @@ class Command(click.Command):
         try:
             rest = super().parse_args(ctx, list(args))
             self._check_empty(ctx, args)
+            self._check_finite(ctx)
             return rest
         except click.NoSuchOption as error:
             raise foreign(error.option_name, error.option_name, error) from None
@@ -145,6 +148,13 @@ class Command(click.Command):
             if value == "" or (isinstance(value, list | tuple) and "" in value):
                 raise click.BadParameter("it is empty: give it a value, or leave it out", ctx, option)
 
+    def _check_finite(self, ctx: click.Context) -> None:
+        """Every comparison with NaN is false, so a range lets it through. Raises click.BadParameter for a number that is none, or has no end."""
+        for option in self.params:
+            value = ctx.params.get(option.name or "")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise click.BadParameter(f"{value} is no finite number", ctx, option)
+
     def _configured(self, ctx: click.Context, args: list[str], rest: list[str], given: str, notes: list[str]) -> list[str]:
         """Parses again with the values of the configuration that stands in the place of the model, if it is one."""
         from .config_file import apply_config, is_config
@@ -165,7 +175,7 @@ class Command(click.Command):
         ctx.meta["model_flag"] = flag
         if flag is not None and (typed is None or source == ParameterSource.COMMANDLINE):
             if typed is not None and not ("prompt_argument" in params and params["prompt_argument"] is None):
-                raise click.UsageError(f"two models: {typed} and {flag}", ctx)
+                raise UsageError(f"two models: {typed} and {flag}", fix="give one of them")
             if typed is not None:  # the one argument of `run` is then the prompt
                 params["prompt_argument"] = typed
             params["model"] = flag
@@ -175,14 +185,14 @@ class Command(click.Command):
             if isinstance(parameter, ModelArgument) and parameter.needed and params["model"] is None:
                 raise click.MissingParameter(ctx=ctx, param=parameter)
         if params["model"] is not None and not params["model"].strip():  # a script's variable that is not set must not mean the default
-            raise click.UsageError("MODEL is empty: name one, or leave it out", ctx)
+            raise UsageError("MODEL is empty", fix="name a model, or leave it out")
         return params["model"]
 
     def _own_model(self, ctx: click.Context) -> str:
         """The model that a configuration names; it was typed, so it wins over the variable. Raises UsageError if there is none."""
         named = (ctx.default_map or {}).get("model_flag", ctx.meta["model_flag"])
         if named is None or named == ctx.params["model"]:
-            raise click.UsageError(f"{ctx.params['model']} names no model: it needs a line `model = \"NAME\"`", ctx)
+            raise UsageError(f"{ctx.params['model']} names no model", fix='add a line to it: model = "NAME"')
         return str(named)
 
     # flags of ftllm ---------------------------------------------------------------------------------------------------
@@ -239,7 +249,6 @@ def _values(arg: str, option: click.Option, rest: deque[str]) -> list[str]:
 
 def foreign(name: str, shown: str, error: Exception | None = None) -> Exception:
     """The error for an option that this command has not; names those that have it. error: what it is where none has."""
-    from ..core.errors import UsageError
     from .config_file import commands_with
 
     owners = commands_with(name.lstrip("-")) if name.startswith("--") else []
@@ -252,8 +261,6 @@ def foreign(name: str, shown: str, error: Exception | None = None) -> Exception:
 
 def refusal(name: str, row: OldFlag) -> Exception:
     """The error for a flag that is refused, which names the way."""
-    from ..core.errors import UnsupportedError, UsageError
-
     kind = UnsupportedError if row.exit_code == 5 else UsageError
     what, _, way = row.text.partition(": ")
     return kind(f"{name}: {what}", fix=way)

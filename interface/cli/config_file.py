@@ -54,7 +54,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
     """Makes the file's values the defaults of a command: variables and flags win over them. notes: lines about keys without effect.
     as_model: the file stands in the place of MODEL.
 
-    Raises click.UsageError for what is no such file, for unknown keys, and for those that such a model may not have.
+    Raises UsageError for what is no such file, for unknown keys, and for those that such a model may not have.
     """
     old = path.suffix.lower() == ".json"
     data = _read(path, old)
@@ -72,7 +72,7 @@ def apply_config(ctx: click.Context, path: Path, notes: list[str], as_model: boo
         option = names.get(name)
         full = name if option is None else long_name(option).lstrip("-")
         if as_model and full in CONFIG_ONLY:
-            raise click.UsageError(f"{path}: '{key}' is not taken from a file in the place of MODEL; where you trust the file: --config {path}", ctx)
+            raise UsageError(f"{path}: '{key}' is not taken from a file in the place of MODEL", who=str(path), fix=f"where you trust the file: --config {path}")
         if option is not None:
             found[str(option.name)] = _fitting(option, value, key, path)
         elif option is None and commands_with(name):

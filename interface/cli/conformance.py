@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import UsageError
 from .command import Group
 from .files import check_place, made_folder, write_text
 
@@ -99,7 +100,7 @@ def run_command(
             say(escape_controls(f"{result.status}: {result.id}  [{result.rule}] {result.message}"))
 
     if compare is not None and not perf and (level != "gold" or quick or ops or cases):
-        raise click.UsageError("--compare needs --perf")
+        raise UsageError("--compare compares speeds, which nobody asked to measure", fix="--perf")
     for option, folder in (("--report-dir", report_dir), ("--dump", Path(dump) if dump else None)):
         if folder is not None:
             made_folder(option, folder)  # before the minutes that the run takes

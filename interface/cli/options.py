@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from ..core.errors import UsageError
 from .command import config_origin, same_dashes
 from .sizes import CacheSize
 from .terminal import note
@@ -147,12 +148,12 @@ def sampling_options(command: F | None = None, *, without: tuple[str, ...] = ())
 
 
 def parse_pairs(pairs: tuple[str, ...]) -> dict[str, str]:
-    """`key=value` strings as a dict. Raises click.UsageError for one without `=`."""
+    """`key=value` strings as a dict. Raises UsageError for one without `=`."""
     result = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise click.UsageError(f"--backend-opt {pair!r} is not KEY=VALUE")
+            raise UsageError(f"--backend-opt {pair!r} is not KEY=VALUE", fix="`fastllm backends show NAME` lists the keys; write --backend-opt threads=2")
         result[key] = value
     return result
 
@@ -181,13 +182,13 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
 
 
 def dtype_of(values: Mapping[str, Any]) -> str | None:
-    """`--dtype`, where auto is as stored, or what `--quant-bit` means. Raises click.UsageError if they differ."""
+    """`--dtype`, where auto is as stored, or what `--quant-bit` means. Raises UsageError if they differ."""
     dtype, bits = values.get("dtype"), values.get("quant_bit")
     dtype = None if dtype == "auto" else dtype
     if bits is None:
         return dtype
     if dtype is not None and not dtype.lower().startswith(f"int{bits}"):
-        raise click.UsageError(f"--quant-bit {bits} and --dtype {dtype} differ: give one of them")
+        raise UsageError(f"--quant-bit {bits} and --dtype {dtype} differ", fix="give one of them")
     return dtype or f"int{bits}"
 
 
@@ -203,10 +204,10 @@ def _backend(values: Mapping[str, Any]) -> str | None:
     name, _, number = device.partition(":")
     kind = KINDS.get(same_dashes(name).lower())
     if backend is None and kind is None and name.isdigit():
-        raise click.UsageError(f"--device {device} is a device of a backend: give --backend NAME too")
+        raise UsageError(f"--device {device} is a device of a backend, and none is named", fix=f"--backend NAME --device {device}")
     own = kind or (name if backend is None else backend.partition(":")[0])
     if backend is not None and (":" in backend or (kind is not None and kind != backend)):
-        raise click.UsageError(f"--backend {backend} and --device {device} differ: give one of them")
+        raise UsageError(f"--backend {backend} and --device {device} differ", fix="give one of them")
     chosen = number if kind is not None or backend is None else device
     return f"{own}:{chosen}" if chosen else own
 

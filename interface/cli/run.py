@@ -63,28 +63,28 @@ def run_command(model: str | None, **values: Any) -> int:
     """
     if values["prompt_argument"] is not None:
         if values["prompt"] is not None:
-            raise click.UsageError(f"two prompts: {values['prompt_argument']!r:.60} and --prompt {values['prompt']!r:.60}")
+            raise UsageError(f"two prompts: {values['prompt_argument']!r:.60} and --prompt {values['prompt']!r:.60}", fix="give one of them; a MODEL comes before the prompt")
         values["prompt"] = values["prompt_argument"]
     for name, texts in (("prompt", [values["prompt"]]), ("system", [values["system"]]), ("stop", values["stop"])):
         _check_text(f"--{name}", texts)
     prompt = _prompt(values["prompt"], values["interactive"], _meant_as_prompt(model))
     chat = values["interactive"] or prompt is None
     if chat and values["as_json"]:
-        raise click.UsageError("--json answers one prompt: give --prompt or a pipe, without -i")
+        raise UsageError("--json answers one prompt, and this is a chat", fix="--prompt TEXT or a pipe, without -i")
     if sum(values[name] is not None for name in GRAMMARS) > 1:
-        raise click.UsageError("give one of --json-schema, --regex, --grammar: an answer follows one grammar")
+        raise UsageError("an answer follows one grammar", fix="give one of --json-schema, --regex, --grammar")
     if chat and any(values[name] is not None for name in GRAMMARS):
-        raise click.UsageError("a grammar holds one answer: give --prompt or a pipe, without -i")
+        raise UsageError("a grammar holds one answer, and this is a chat", fix="--prompt TEXT or a pipe, without -i")
     _check_tools(values, chat)
     if values["raw"] and values["system"]:
-        raise click.UsageError("--raw sends the prompt as it is: --system has no place in it")
+        raise UsageError("--raw sends the prompt as it is: --system has no place in it", fix="leave one of them out")
     use_threads(values["threads"])
     from ..loading import DEFAULT_MODEL
 
     llm = _load_named(values, model or DEFAULT_MODEL)
     with llm:
         if values["system"] and llm.loaded.template is None:
-            raise click.UsageError("this model has no chat template: --system has no place in its prompt")
+            raise UsageError("this model has no chat template: --system has no place in its prompt", fix="leave --system out, or give --chat-template FILE")
         if llm.loaded.template is None and not values["raw"] and values["tools"] is None:
             what = "what you type" if chat else "the prompt"
             note(f"this model has no chat template: {what} is continued as it is (as with --raw)", values, "--raw")
@@ -137,13 +137,13 @@ def _check_tools(values: dict[str, Any], chat: bool) -> None:
     """What has no place beside --tools."""
     if values["tools"] is None:
         if values["tool_choice"] is not None:
-            raise click.UsageError("--tool-choice chooses among the functions of --tools FILE")
+            raise UsageError("--tool-choice chooses among the functions of --tools", fix="--tools FILE")
         return
     if chat:
-        raise click.UsageError("--tools is for one answer: give --prompt or a pipe, without -i")
+        raise UsageError("--tools is for one answer, and this is a chat", fix="--prompt TEXT or a pipe, without -i")
     for name in (*GRAMMARS, "raw", "stop"):
         if values[name]:
-            raise click.UsageError(f"--tools and --{name.replace('_', '-')} both say what the answer looks like: give one")
+            raise UsageError(f"--tools and --{name.replace('_', '-')} both say what the answer looks like", fix="give one of them")
 
 
 def use_threads(threads: int) -> None:
@@ -157,7 +157,7 @@ def _check_text(name: str, texts: Iterable[str | None]) -> None:
     """Arguments that are no text in the locale's encoding arrive with surrogates, which no tokenizer takes."""
     for text in texts:
         if text is not None and any("\ud800" <= c <= "\udfff" for c in text):
-            raise click.UsageError(f"{name} holds bytes that are not text (UTF-8)")
+            raise UsageError(f"{name} holds bytes that are not text (UTF-8)", fix="write it in UTF-8, or send it through a pipe")
 
 
 def _prompt(given: str | None, interactive: bool, hint: str) -> str | None:
@@ -170,7 +170,7 @@ def _prompt(given: str | None, interactive: bool, hint: str) -> str | None:
     try:
         piped = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+        raise UsageError(f"the input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}", fix="convert it first: iconv -t UTF-8") from None
     if given is None and not piped.strip():
         raise UsageError("there is no prompt, and the input is empty", fix=hint or "--prompt TEXT, or -i to chat")
     return "\n".join(part for part in (given, piped) if part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ PARSERS: Final = (
 )  # fmt: skip
 """Names of `text.output.FORMATS`, which loads too much for --help."""
 
+ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 LEAST_BODY: Final = 1024  # bytes; a server that takes no ordinary request is of no use
 MIN_KEY: Final = 8  # characters; shorter keys are guessed
 
@@ -107,7 +109,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     name = model or DEFAULT_MODEL
     settings, read_keys = _settings(name, values)
     if values["tls_key"] and not values["tls_cert"]:
-        raise click.UsageError("--tls-key needs --tls-cert")
+        raise UsageError("--tls-key is the key of a certificate, and none is named", fix="--tls-cert FILE")
     tls = Tls(values["tls_cert"], values["tls_key"]) if values["tls_cert"] else None
     sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
     try:
@@ -137,7 +139,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
 
 
 def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callable[[], Sequence[str]] | None]:
-    """The server's settings, and how its keys are read again. Raises click.UsageError for an unsafe combination."""
+    """The server's settings, and how its keys are read again. Raises UsageError for an unsafe combination."""
     from ..server.serve import is_loopback
     from ..server.settings import ServerSettings
     from .terminal import say
@@ -146,7 +148,7 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
     keys = tuple(read_keys() if read_keys else values["api_keys"])
     for limit in ("key_concurrent", "key_per_minute"):
         if values[limit] is not None and not keys:
-            raise click.UsageError(f"--{limit.replace('_', '-')} limits keys, and there is none: give --api-key-file FILE")
+            raise UsageError(f"--{limit.replace('_', '-')} limits keys, and there is none", fix="--api-key-file FILE")
     local = not values["uds"] and all(is_loopback(host, values["port"]) for host in values["hosts"])
     if not local and not values["uds"] and not keys and not values["insecure"]:
         what = f"--host {' '.join(values['hosts'])} lets other machines in, and there is no key"
@@ -155,7 +157,10 @@ def _settings(name: str, values: dict[str, Any]) -> tuple[ServerSettings, Callab
         say("fastllm: --api-key can be read in process lists; --api-key-file cannot")
     root = values["root_path"].rstrip("/")
     if root and not root.startswith("/"):
-        raise click.UsageError(f"--root-path {root} must begin with /")
+        raise UsageError(f"--root-path {root} does not begin with /", fix=f"--root-path /{root}")
+    for origin in values["cors_origins"]:
+        if not ORIGIN.fullmatch(origin):
+            raise UsageError(f"--cors-origin {origin} is no origin of pages, and none would match it", fix="write it as https://example.org, with a port if it has one, or *")
     base = Path(name.rstrip("/")).name.removesuffix(".gguf") if Path(name).exists() else name
     settings = ServerSettings(
         names=values["model_names"] or (base,),
@@ -211,7 +216,7 @@ def _key_reader(values: dict[str, Any]) -> Callable[[], Sequence[str]] | None:
 
 def _check_key(key: str, where: str) -> None:
     if len(key) < MIN_KEY or not all("!" <= c <= "~" for c in key):
-        raise click.UsageError(f"{where}: a key must have at least {MIN_KEY} visible ASCII characters, without blanks")
+        raise UsageError(f"{where}: a key must have at least {MIN_KEY} visible ASCII characters, without blanks", fix="make one: openssl rand -hex 24")
 
 
 def _defaults(values: dict[str, Any]) -> SamplingParams:

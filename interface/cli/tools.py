@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from ..core.errors import InvalidRequest, UsageError
 from .files import read_json
 
@@ -71,7 +69,7 @@ def prepare_tools(llm: LLM, path: Path, choice: str, messages: list[dict[str, An
     the template.
     Raises UsageError for a file that holds no tools, and for a model without a chat template."""
     if llm.loaded.template is None:
-        raise click.UsageError("this model has no chat template: --tools has no place in its prompt")
+        raise UsageError("this model has no chat template: --tools has no place in its prompt", fix="use a chat model, or give --chat-template FILE")
     tools = _tools_of(path)
     from ..server.bodies import explain
     from ..server.constraints import compile_constraint

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import UsageError
 from .command import Command, model_argument
 from .options import model_options, sampling_options
 from .server import run_server, server_options
@@ -51,7 +52,7 @@ def webui_command(model: str | None, no_open: bool, **values: Any) -> int:
 
     if values["no_web"] or values["uds"] or values["embedding"]:
         name = "--no-web" if values["no_web"] else "--uds" if values["uds"] else "--embedding"
-        raise click.UsageError(f"{name} leaves no page to open: use `fastllm server`")
+        raise UsageError(f"{name} leaves no page to open", fix="leave it out, or use `fastllm server`")
 
     def opened(addresses: Sequence[str]) -> None:
         url = _page(addresses, values["root_path"])
