@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .core.backend import Backend
     from .core.plugins import BackendRegistry, Selection
 
-__all__ = ["check_first_open", "open_checked"]
+__all__ = ["check_first_open", "open_checked", "self_test_in_child"]
 
 TRIAL_S = 120.0
 """Seconds for opening and testing in a child; drivers compile kernels meanwhile."""
@@ -83,10 +83,17 @@ def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapp
     key, place = _key(registry, selection, options, trial=True), _place()
     if place is not None and key in _known(place):
         return
-    pairs = [part for key_value in options.items() for part in ("--option", *key_value)]
-    registry.attempt(selection.name, __name__, [*pairs, "--", str(selection)], TRIAL_S)
+    self_test_in_child(registry, str(selection), options)
     if place is not None:
         _remember(place, key, f"{selection} in a child")
+
+
+def self_test_in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> tuple[str, str]:
+    """Opens NAME[:DEVICE] in a child process and tests it: ("", "") if it is right, ("open", why it does not open), ("self-test", what is wrong), or
+    ("not tested", why). Raises BackendBroken for a crash or a hang."""
+    pairs = [part for key_value in options.items() for part in ("--option", *key_value)]
+    said = registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S)
+    return str(said.get("step", "")), str(said.get("text", ""))
 
 
 def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> str:
@@ -166,10 +173,11 @@ def _remember(place: Path, key: str, what: str) -> None:
 
 
 def main() -> None:
-    """The child of `_try_in_child`: opens a backend and tests it; answers that it came through."""
+    """The child of `self_test_in_child`."""
     import argparse
 
-    from .conformance.selfcheck import self_check
+    from .conformance.selfcheck import NotChecked, self_check
+    from .core.errors import FastLLMError
     from .core.plugins import Answer, BackendRegistry
 
     parser = argparse.ArgumentParser(prog="python -m fastllm.opening")
@@ -180,15 +188,23 @@ def main() -> None:
     parser.add_argument("name")
     asked = parser.parse_args()
     answer = Answer(asked.timeout)
-    with contextlib.suppress(Exception):  # the parent meets it again, and says it
+    said = {"step": "open", "text": ""}
+    try:
         registry = BackendRegistry(asked.plugins_file, asked.plugin)
         answer.stage("open")
         backend = registry.open(asked.name, dict(asked.option))
         answer.stage("compute")
-        self_check(backend)
+        wrong = self_check(backend)
+        said = {"step": "self-test", "text": wrong} if wrong else {}
         answer.stage("close")
         backend.close()
-    answer.end({})
+    except NotChecked as error:
+        said = {"step": "not tested", "text": str(error)}
+    except FastLLMError as error:
+        said["text"] = f"{error.message}{': ' + error.why if error.why else ''}"
+    except Exception as error:
+        said["text"] = f"{type(error).__name__}: {error}"
+    answer.end(said)
 
 
 if __name__ == "__main__":

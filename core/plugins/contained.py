@@ -56,11 +56,12 @@ class Contained:
             for line in answer.state.get("messages", ()):
                 self._say(line)
 
-    def attempt(self, entry: Entry, module: str, arguments: list[str], timeout_s: float) -> None:
-        """Lets `module` do something with a backend in a child, whatever it answers. Raises BackendBroken if it crashes or hangs."""
+    def attempt(self, entry: Entry, module: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
+        """Lets `module` do something with a backend in a child; its answer. Raises BackendBroken if it crashes or hangs."""
         answer = ask_children([(entry.name, [*self._located, *arguments])], timeout_s, self._env, module)[0]
         if answer.outcome != "answered":
             raise _ended(entry.candidate, answer)
+        return answer.state
 
     def names_in(self, path: Path, source: Source) -> list[str]:
         """The backends that a file of `--plugin` has. Raises BackendBroken."""

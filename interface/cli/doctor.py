@@ -25,15 +25,15 @@ PROBE_S = 1.0  # what a probe may take
 @click.command("doctor", cls=Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--no-smoke", is_flag=True, help="Do not answer 64 tokens with a model that is here.")
+@click.option("--no-smoke", is_flag=True, help="Do not answer 64 tokens with a model that is here; with NAME, do not open it.")
 @click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends.")
 @click.option("--plugin", "plugin_paths", type=click.Path(dir_okay=False, path_type=Path), multiple=True, help="A backend in a Python file.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file: Path | None, plugin_paths: tuple[Path, ...], debug: bool) -> int:
     """Check this machine, and answer 64 tokens; with NAME, only that backend.
 
-    Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, exits with
-    the code of its state (0 ready, 2 disabled or unknown, 3 broken, 4 unavailable). Without, a backend that is not ready is no failure; it exits
+    Each backend is probed in a process of its own: a driver that crashes or hangs is a line of the report. With NAME, opens and tests it,
+    too, and exits with the code of its state (0 ready, 2 disabled or unknown, 3 broken, or it fails its test, 4 unavailable). Without, a backend that is not ready is no failure; it exits
     with 0 if the 64 tokens came or no model is here, else with the code that `fastllm run` ended with.
     """
     from ..core.plugins import BackendRegistry
@@ -43,6 +43,8 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
     if name:
         registry.check_name(name)
     backends = {n: _backend(n, plugins_file, plugin_paths) for n in names}
+    if name and backends[name]["state"] == "ready" and not no_smoke:
+        backends[name] |= _self_test(registry, name)
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
     facts["backends"] = backends
     if not name:
@@ -104,6 +106,20 @@ def _backend(name: str, plugins_file: Path | None, plugin_paths: tuple[Path, ...
     if probe.outcome != "answered":
         return {"state": "broken", "reason": f"the probe {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={name}", "exit_code": 3}
     return dict(probe.state)
+
+
+def _self_test(registry: Any, name: str) -> dict[str, Any]:
+    """One `linear` and eight tokens of a tiny model on the first device, in a child; what changes of the backend's state if they are wrong."""
+    from ..core.errors import BackendBroken
+    from ..opening import self_test_in_child
+
+    try:
+        step, text = self_test_in_child(registry, name, {})
+    except BackendBroken as error:
+        return {"self_test": f"failed: {error.message}: {error.why}", "exit_code": error.exit_code}
+    if step == "not tested":
+        return {"self_test": f"it could not run: {text}"}
+    return {"self_test": f"failed: {text}", "exit_code": BackendBroken.exit_code} if step else {"self_test": "one linear and eight tokens of a tiny model are right"}
 
 
 def _smoke() -> dict[str, Any]:
@@ -192,6 +208,8 @@ def _show(facts: dict[str, Any]) -> None:
                     click.echo(f"  from {backend['distribution']} {backend['version']}".rstrip() + times)
                 if backend.get("probe_s", 0.0) > PROBE_S:
                     click.echo(f"  slow: its probe took {backend['probe_s']:.1f} s of the {PROBE_S:g} s that it may take; every automatic choice of a backend waits for it")
+                if "self_test" in backend:
+                    click.echo(f"  self-test: {backend['self_test']}")
                 for device in backend.get("devices", ()):
                     click.echo(f"  device {device['id']}: {device['name']}")
                 for key, value in backend.get("environment", {}).items():

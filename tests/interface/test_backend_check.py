@@ -122,6 +122,13 @@ def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch
     done = run("doctor", "tested_npu", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
     assert done.code == 3
     assert "hung" in json.loads(done.out)["backends"]["tested_npu"]["reason"]
+    for wrong, says in (
+        ({"factor": 1.01}, "self-test: failed: linear"),
+        ({"open_": "raise RuntimeError('no firmware')"}, "self-test: failed: backend 'tested_npu' failed to open: RuntimeError: no firmware"),
+        ({"open_": "import ctypes; ctypes.string_at(0)"}, "self-test: failed: backend 'tested_npu' failed to open: the process died of SIGSEGV"),
+    ):
+        failed = run("doctor", "tested_npu", "--plugin", acme(**wrong))
+        assert (failed.code, says in failed.out) == (3, True), failed.out
     fine = run("doctor", "tested_npu", "--plugin", acme())
     assert fine.code == 0
     assert re.search(r"from \S+, imported in \d", fine.out)

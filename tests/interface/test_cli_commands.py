@@ -332,7 +332,9 @@ def test_doctor_answers_with_a_model_that_is_here(run, package, tiny_model, monk
 
 
 def test_doctor_of_one_backend_exits_with_its_state(run, monkeypatch):
-    assert run("doctor", "ref").code == 0
+    fine = run("doctor", "ref")
+    assert (fine.code, "self-test: one linear and eight tokens of a tiny model are right" in fine.out) == (0, True)
+    assert "self-test" not in run("doctor", "ref", "--no-smoke").out
     unknown = run("doctor", "nosuch")
     assert unknown.code == 2
     assert "no backend is called 'nosuch'" in unknown.err
