@@ -254,13 +254,13 @@ def make_app(runtime: Runtime) -> Gate:
     async def cancel(request: Request) -> Response:
         check_dev()
         body = await read_body(request, settings.max_body, settings.body_pause_s)
-        wanted = info.cancel_id(body)
+        wanted, ignored = info.cancel_id(body)
         found = [generation for generation, _ in runtime.active if generation.request_id == wanted]
         if not found:
             raise NotFound("no request of this id runs", fix="GET /v1/requests lists them")
         for generation in found:
             generation.fail(Cancelled("the request was cancelled by /v1/cancel"))
-        return JSONResponse({"id": wanted, "cancelled": True})
+        return JSONResponse({"id": wanted, "cancelled": True}, headers=reply_headers(Prepared(ignored=ignored)))
 
     def check_dev() -> None:
         if not settings.dev:

@@ -7,9 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidRequest
+from pydantic import ValidationError
+
 from ..text.output import detect_reasoning
-from .bodies import parse_body
+from .bodies import explain, parse_body
+from .schemas import CancelBody
 from .tools import tool_parser
 
 if TYPE_CHECKING:
@@ -82,9 +84,10 @@ def requests(runtime: Runtime) -> list[dict[str, Any]]:
     ]
 
 
-def cancel_id(body: bytes) -> str:
-    """The id that a body of /v1/cancel names."""
-    wanted = parse_body(body[: 1 << 16]).get("id")
-    if not isinstance(wanted, str) or not wanted:
-        raise InvalidRequest("id is missing", who="id", fix="send the id of a request", param="id")
-    return wanted
+def cancel_id(body: bytes) -> tuple[str, list[str]]:
+    """The id that a body of /v1/cancel names, and fields that nobody reads. Raises InvalidRequest."""
+    try:
+        asked = CancelBody.model_validate(parse_body(body))
+    except ValidationError as error:
+        raise explain(error) from None
+    return asked.id, list(asked.model_extra or {})

@@ -23,6 +23,7 @@ __all__ = ["PreparerPool"]
 
 DEADLINE_S: Final = 10.0  # for one body; the template's own budget is 2 s
 START_S: Final = 60.0
+JOINED: Final = 64 << 10  # bytes of a body that goes in one piece with its head: one call of the system
 MAX_WAITING: Final = 256
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
@@ -64,8 +65,12 @@ class _Process:
     async def ask(self, kind: str, body: bytes) -> tuple[dict[str, Any], bytes]:
         """Hands over a body and waits for the answer."""
         head = json.dumps({"kind": kind}).encode()
-        self.writer.write(HEAD.pack(len(head), len(body)) + head)
-        self.writer.write(body)
+        head = HEAD.pack(len(head), len(body)) + head
+        if len(body) <= JOINED:
+            self.writer.write(head + body)
+        else:
+            self.writer.write(head)
+            self.writer.write(body)
         await self.writer.drain()
         return await self.read()
 

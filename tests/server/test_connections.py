@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import socket
 
@@ -99,3 +100,22 @@ def test_log_lines_cannot_be_forged_and_terminals_get_no_sequences(served):
     assert "\x1b[2J" not in log
     assert "\u202e" not in log
     assert "[31m" not in log
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_side_counts_as_gone(start, brake, wait_until, stream):
+    """As for nginx: who waits for an answer keeps it open, and nobody can tell the two apart in a second."""
+    server = start({"max_batch_size": 1})
+    try:
+        held = brake(server)
+        with server.connect() as connection:
+            body = json.dumps({"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": stream}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            held.wait()
+            connection.shutdown(socket.SHUT_WR)
+            wait_until(lambda: not server.call(lambda: server.runtime.active))
+            held.release()
+        assert server.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+    finally:
+        server.close()

@@ -146,7 +146,8 @@ def test_a_stream_that_somebody_else_cancels_says_so_at_its_end(start, brake, wa
         answer = server.client.send(stream, stream=True)
         assert answer.status_code == 200
         held.wait()  # the first step: nothing has been said
-        assert server.client.post("/v1/cancel", json={"id": "mine"}).json() == {"id": "mine", "cancelled": True}
+        cancelled = server.client.post("/v1/cancel", json={"id": "mine", "why": "enough"})
+        assert (cancelled.json(), cancelled.headers["x-fastllm-ignored"]) == ({"id": "mine", "cancelled": True}, "why")
         held.release()
         said = answer.read().decode()
         assert '"error"' in said.rstrip().rpartition("\n\n")[2]
