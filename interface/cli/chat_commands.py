@@ -52,13 +52,13 @@ def _clear(chat: Chat, text: str) -> None:
 def _regen(chat: Chat, text: str) -> None:
     asked = chat.messages[:-1] if chat.messages and chat.messages[-1]["role"] == "assistant" else chat.messages
     if not asked:
-        raise InvalidRequest("there is nothing to answer again")
+        raise InvalidRequest("there is nothing to answer again", fix="ask something first")
     chat.answer(asked)
 
 
 def _undo(chat: Chat, text: str) -> None:
     if not chat.messages:
-        raise InvalidRequest("there is nothing to take back")
+        raise InvalidRequest("there is nothing to take back", fix="/show tells what was said")
     while chat.messages and chat.messages.pop()["role"] != "user":
         pass
     say(f"the last question and its answer are taken back; {len(chat.messages)} messages are left")
@@ -66,7 +66,7 @@ def _undo(chat: Chat, text: str) -> None:
 
 def _system(chat: Chat, text: str) -> None:
     if text and chat.raw:
-        raise InvalidRequest("without a chat template there is no place for instructions: --raw, or a model without one")
+        raise InvalidRequest("without a chat template there is no place for instructions", fix="start without --raw, or /model NAME of a chat model")
     if text:
         chat.system = text
         say("set; it counts from the next message on")
@@ -88,7 +88,7 @@ def _set(chat: Chat, text: str) -> None:
     try:
         number = None if value == "default" else SETTABLE[name](value)
     except ValueError:
-        raise InvalidRequest(f"{name} takes {'a whole number' if SETTABLE[name] is int else 'a number'}, not '{value}'") from None
+        raise InvalidRequest(f"{name} takes {'a whole number' if SETTABLE[name] is int else 'a number'}, not '{value}'", fix=f"/set {name} NUMBER, or /set {name} default") from None
     changed = replace(chat.params, **{name: number})
     changed.merged_with(chat.llm.loaded.defaults).validate(chat.llm.loaded.planned.definition.vocab_size)
     chat.params = changed
@@ -125,7 +125,7 @@ def _save(chat: Chat, text: str) -> None:
 
 def _load(chat: Chat, text: str) -> None:
     path = _path(text, "/load")
-    wrong = InvalidRequest(f"{path} is no conversation that /save wrote")
+    wrong = InvalidRequest(f"{path} is no conversation that /save wrote", fix="name one, or /file FILE to put a text before a message")
     try:
         data = json.loads(_read_text(path))
         json.dumps(data, ensure_ascii=False).encode()  # fails for lone surrogates, which no tokenizer takes
@@ -142,6 +142,8 @@ def _load(chat: Chat, text: str) -> None:
     if not isinstance(system, str | None):
         raise wrong
     chat.messages, chat.system = messages, None if chat.raw else system
+    if system and chat.raw:
+        say("its instructions are left out: without a chat template there is no place for them")
     say(f"{len(messages)} messages are back; sampling settings stay as they are")
 
 
@@ -172,7 +174,7 @@ def _model(chat: Chat, text: str) -> None:
         say(f"{chat.llm.loaded.name} ({chat.llm.loaded.planned.files.path})")
         return
     if chat.load is None:
-        raise InvalidRequest("this chat has one model only")
+        raise InvalidRequest("this chat has one model only", fix="/exit, then fastllm run NAME")
     try:
         new = chat.load(text)
     except OutOfMemory as error:
@@ -192,9 +194,9 @@ def _path(text: str, command: str) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError:
-        raise InvalidRequest(f"{text}: there is no such user, or no home") from None
+        raise InvalidRequest(f"{text}: there is no such user, or no home", fix="write the path in full") from None
     if not path.name:
-        raise InvalidRequest(f"{command} takes the name of a file")
+        raise InvalidRequest(f"{command} takes the name of a file", fix=f"{command} FILE")
     return path
 
 
@@ -202,14 +204,14 @@ def _read_text(path: Path) -> str:
     """The text of a file. Raises InvalidRequest for what is none, or too large."""
     try:
         if not path.is_file():
-            raise InvalidRequest(f"there is no file {path}")
+            raise InvalidRequest(f"there is no file {path}", fix="check the path")
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidRequest(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+            raise InvalidRequest(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read", fix="name a part of it")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{path} is no text in UTF-8: byte {error.start}") from None
+        raise InvalidRequest(f"{path} is no text in UTF-8: byte {error.start}", fix="convert it first: iconv -t UTF-8") from None
     except OSError as error:
-        raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}") from None
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}", fix="check the path") from None
 
 
 def _is_saved(path: Path) -> bool:
