@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastllm.api import FastLLMError, open_backend
+from fastllm.api import FastLLMError, UsageError, open_backend
 
+from .kernels import KERNELS
 from .runner import Job, run_cases
 from .session import Target
 from .suite import all_cases
@@ -30,15 +31,17 @@ def label(target: Target) -> str:
 
 
 def named_target(name: str) -> Target:
-    """NAME or NAME/VARIANT, such as `cpu_avx/avx2`."""
+    """NAME or NAME/VARIANT, such as `cpu_avx/avx2`; or a name of `kernels.py`."""
+    if name in KERNELS:
+        return Target(name, mutant=name)
     backend, _, variant = name.partition("/")
     return Target(backend, {"isa": variant} if variant else {})
 
 
 def default_targets() -> list[Target]:
-    """ref, each variant of cpu_avx that runs here, and opencl_generic where there is a device."""
+    """ref, each variant of cpu_avx that runs here, opencl_generic where there is a device, and the kernels of `kernels.py`."""
     wanted = [Target("ref"), *(Target("cpu_avx", {"isa": v}) for v in VARIANTS), Target("opencl_generic")]
-    return [t for t in wanted if _opens(t)]
+    return [*(t for t in wanted if _opens(t)), *map(named_target, KERNELS)]
 
 
 def _opens(target: Target) -> bool:
@@ -50,12 +53,15 @@ def _opens(target: Target) -> bool:
 
 
 def calibrate(targets: Sequence[Target], out: Path | None, jobs: int = 2) -> dict[str, dict[str, dict[str, Any]]]:
-    """label -> bin -> {"margin": the worst, "cases": how many}; written to `out`, one file per label."""
+    """label -> bin -> {"margin": the worst, "cases": how many}; written to `out`, one file per label. Raises UsageError for a kernel that
+    fails a case."""
     chosen = [c for c in all_cases().values() if c.bin]
     measured: dict[str, dict[str, dict[str, Any]]] = {}
     for target in targets:
         bins: dict[str, dict[str, Any]] = {}
         for result in run_cases(Job(target, jobs=jobs), chosen):
+            if result.status == "failed" and not result.message.startswith("required for"):
+                raise UsageError(f"{label(target)} fails {result.id}: {result.message}", who="fastllm conformance calibrate", fix="only honest kernels say how wide a bound must be")
             if result.margin is None:
                 continue
             entry = bins.setdefault(result.bin, {"margin": 0.0, "cases": 0})

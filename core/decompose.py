@@ -13,7 +13,7 @@ from .errors import ShapeError
 from .graph import Graph, GraphBuilder, Node, Value
 from .ops import CATALOGUE
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "expand"]
 
 
 def decompose(graph: Graph, devices: Sequence[str], has: Callable[[Node, str], bool]) -> tuple[Graph, list[str]]:
@@ -27,7 +27,7 @@ def decompose(graph: Graph, devices: Sequence[str], has: Callable[[Node, str], b
     values, count = dict(graph.values), len(graph.values) + len(graph.nodes)
     for node, device in zip(graph.nodes, devices, strict=True):
         whole = CATALOGUE[node.op].decompose is None or has(node, device)
-        parts = [node] if whole else _expand(node, values, count)
+        parts = [node] if whole else expand(node, values, count)
         nodes += parts
         placed += [device] * len(parts)
     result = Graph(graph.name, values, nodes, list(graph.outputs))
@@ -35,7 +35,7 @@ def decompose(graph: Graph, devices: Sequence[str], has: Callable[[Node, str], b
     return result, placed
 
 
-def _expand(node: Node, values: dict[str, Value], count: int) -> list[Node]:
+def expand(node: Node, values: dict[str, Value], count: int) -> list[Node]:
     """The nodes that `node` is made of; what they make is added to `values` under names of its own. count: above the number of every
     node and view of the graph."""
     rule = CATALOGUE[node.op].decompose

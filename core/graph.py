@@ -178,6 +178,12 @@ class GraphBuilder:
         """A weight of the model. dtype "any" keeps the file's format, "f32" has it decoded at load (norms, biases, router)."""
         return self._declare(Value(name, shape, dtype, "weight"))
 
+    def matrix(self, stack: Value, index: int) -> Value:
+        """One of the matrices of a stack that is a weight: [E, N, K] -> [N, K]; or of a table of biases: [E, N] -> [N]."""
+        if stack.kind != "weight" or len(stack.shape) < 2 or not 0 <= index < int(stack.shape[0]):
+            raise ShapeError(f"'{stack.name}' ({stack.kind}) of shape {list(stack.shape)} has no matrix {index} to take")
+        return self._declare(Value(f"{stack.name}[{index}]", stack.shape[1:], stack.dtype, "weight"))
+
     def const(self, name: str, data: np.ndarray) -> Value:
         """A small constant kept in the graph (rope frequencies, slopes, scalars), stored as f32 or i32."""
         data = np.ascontiguousarray(data, np.int32 if np.issubdtype(data.dtype, np.integer) else np.float32)

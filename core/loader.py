@@ -16,7 +16,7 @@ from .backend import Backend, Buffer, Stream
 from .errors import EngineError, ModelFileError
 from .planner import Place, Plan
 from .quant import FORMATS
-from .weights import HostTensor, PackedLayout, TensorSource, WeightRef, stored_as
+from .weights import HostTensor, PackedLayout, TensorSource, WeightRef, stored_as, with_matrices
 
 __all__ = ["load_weights"]
 
@@ -42,6 +42,7 @@ def load_weights(
 ) -> None:
     """Loads every weight of the plan into the arenas: (device, arena, chunk) -> buffer. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
     wanted = [(device, name, place) for (device, name), place in plan.places.items() if place.arena == "weights"]
+    weights = with_matrices(weights, (name for _, name, _ in wanted))
     wanted.sort(key=lambda entry: -entry[2].nbytes)  # the copy of a large tensor while little else is there yet: the peak stays low
     total, done = sum(place.nbytes for _, _, place in wanted), 0
     for device, name, place in wanted:

@@ -2,8 +2,8 @@
 
 A backend implements these; `backends/ref` defines them in numpy. *Core* ops must be there (natively or inherited from `ref`);
 *extended* ops are asked for first. What a device lacks of them becomes core ops where the op has a decomposition, and runs on the
-next device (`cpu_avx`, `ref`) where it has none: a choice of experts by rank, or a state that is read and written at once, is no sum
-of core ops. An op never changes meaning: a change is a new op, or a new attribute with a neutral default.
+next device (`cpu_avx`, `ref`) where it has none: `indivisible` says why core ops cannot give what it gives. An op never changes
+meaning: a change is a new op, or a new attribute with a neutral default.
 
 All activations are f32 unless a rule says otherwise. Every op obeys one law: **a row of the result depends on that row of the
 operands only**, whatever else is in the batch, and its bits do not change with T, S or R.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from . import rules
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Attr:
 @dataclass(frozen=True)
 class OpSpec:
     """One op. inputs: argument names, those ending in "?" may be absent. attrs: name -> Attr. infer: shapes and dtypes of the
-    outputs from those of the inputs. decompose: builds the same outputs from core ops (`decompose.py`); indivisible: why there is no
+    outputs from those of the inputs. decompose: builds the same outputs from core ops (`rules.py`); indivisible: why there is no
     decomposition of an op that a backend may lack all the same, "" for others."""
 
     name: str
@@ -303,14 +304,6 @@ def _delta_rule(o: Sequence[Operand], specs: Sequence[Any], a: Mapping[str, Any]
     return [(v, "f32")]
 
 
-def _softcap_decomposed(g: GraphBuilder, inputs: Sequence[Value | None], attrs: Mapping[str, Any]) -> Sequence[Value]:
-    x = inputs[0]
-    if x is None:
-        raise ShapeError("op 'softcap' needs the operand 'x'")
-    small = g.mul(x, g.scalar(1.0 / attrs["cap"]))
-    return (g.mul(g.act_mul(small, kind="tanh"), g.scalar(attrs["cap"])),)
-
-
 # the catalogue --------------------------------------------------------------------------------------------------------
 
 _SPECS = (
@@ -359,32 +352,32 @@ _SPECS = (
         without a finite logit gives −1, which the engine turns into an error."""),
     OpSpec("route_topk", ("logits", "choose_bias?"), _route_topk,
            {"k": Attr(low=1), "score": Attr("softmax", SCORES), "groups": Attr(1, low=1), "keep_groups": Attr(1, low=1),
-            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, indivisible="a choice by rank, with ties by id, is no sum or product of what core ops give", doc="""
+            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, indivisible="its ids are i32, and of the core ops only sample makes such: one for each of R sampled rows, by parameters that the step has for these rows alone", doc="""
         ids i32[T, k] and weights f32[T, k] of the experts of each row. s = softmax(logits), σ(logits), or (softmax_of_chosen) the
         logits; c = s + choose_bias. The E experts are `groups` runs of equal length; a group counts with its largest c, or (top2sum)
         the sum of its two largest; only the `keep_groups` best take part. Chosen are the k largest c, in descending order; ties go to
         the lower id, also among groups. weights = s of the chosen (softmax_of_chosen: softmax over the k chosen logits); with
         renorm: w / (Σw + 1e-20); then · scale (DeepSeek-V3, arXiv 2412.19437, eq. 12–16)."""),
     OpSpec("moe", ("x", "ids", "weights", "gate", "up?", "down", "gate_bias?", "up_bias?", "down_bias?"), _moe,
-           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="core ops would compute every expert for every row and keep all of them in a plain form: E / k times the work, and several times the memory, of the op on the next device", doc="""
+           {"kind": Attr("silu", ACTIVATIONS)}, decompose=rules.moe, doc="""
         out[t] = Σ_j weights[t, j] · y_e with e = ids[t, j] and y_e = down_e · act_mul(gate_e · x[t], up_e · x[t]), each product with
         its bias. gate, up: [E, F, C]; down: [E, C, F], of any format; ids: distinct in a row, in 0…E−1. The sum begins with 0 and
         takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
-    OpSpec("concat", ("x", "y"), _concat, indivisible="a sum of two products with parts of the identity would carry a NaN of one half into the other, and cost A + B products an element", doc="""
+    OpSpec("concat", ("x", "y"), _concat, indivisible="core ops write whole results from operands of their own width; products with parts of the identity would carry a NaN of one half into the other, and need a matrix of (A + B) · (A + B) for each head", doc="""
         out[..., :A] = x, out[..., A:] = y; A: length of x's last axis (latent attention: a row of the cache is [latent | rotated key])."""),
     OpSpec("short_conv", ("state", "x", "weight", "positions", "query_start", "state_slot"), _short_conv,
-           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="state of a slot is read and written at once, and core ops have no state but the cache", doc="""
+           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="it needs the L − 1 inputs before the step, and core ops keep nothing but keys and values: a cache in f32 would hold ctx · C numbers instead of (L − 1) · C, and attention would have to find each of them again", doc="""
         Causal convolution of each channel over its last L inputs: out[t] = act(Σ_l weight[:, l] · x[t − L + 1 + l]), l ascending. The
         L − 1 inputs before a step's first row of sequence s are the state of slot state_slot[s], [L − 1, C], oldest first; they are
         zeros where that row's position is 0. Afterwards the state holds the last L − 1 inputs."""),
     OpSpec("delta_rule",
            ("state", "query", "key", "value", "a", "b", "a_log", "dt_bias", "positions", "query_start", "state_slot"),
-           _delta_rule, {"eps": Attr(1e-6)}, indivisible="state of a slot is read and written row by row, and core ops have no state but the cache", doc="""
+           _delta_rule, {"eps": Attr(1e-6)}, indivisible="each row needs the state that the row before it left, and no core op carries a value from one row of a step to the next, nor is the number of rows known when a graph is built", doc="""
         Gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10), row by row of a sequence in ascending order. Value head h uses
         query and key of head h // (H / J); q = query / sqrt(Σ query² + eps) / sqrt(Dk), k = key / sqrt(Σ key² + eps). With
         S [Dk, Dv] of (sequence, h): S ← exp(−exp(a_log) · softplus(a + dt_bias)) · S; S ← S + k ⊗ σ(b) · (value − Sᵀk); out = Sᵀq.
         S is the state of slot state_slot[s], [H, Dk, Dv], and zeros before a row of position 0."""),
-    OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, _softcap_decomposed, doc="""out = cap · tanh(x / cap)."""),
+    OpSpec("softcap", ("x",), _same("softcap"), {"cap": Attr()}, rules.softcap, doc="""out = cap · tanh(x / cap)."""),
 )  # fmt: skip
 
 CATALOGUE: Final[dict[str, OpSpec]] = {spec.name: spec for spec in _SPECS}
@@ -393,5 +386,5 @@ CATALOGUE: Final[dict[str, OpSpec]] = {spec.name: spec for spec in _SPECS}
 CORE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.core)
 """Names of the core ops of this opset, in catalogue order."""
 
-PRIMITIVE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.decompose is None)
-"""Names of the ops without a decomposition: what `RefBackend` defines."""
+PRIMITIVE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.decompose is None or spec.name == "moe")
+"""Names of the ops that `RefBackend` defines: those without a decomposition, and `moe`, whose decomposition does more work than the op."""

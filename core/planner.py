@@ -11,17 +11,19 @@ from collections.abc import Mapping, Sequence
 
 from .arena import Lifetime, pack_lifetimes
 from .backend import Backend, No, OpQuery, PackedLayout, Yes, plain_bytes
-from .decompose import decompose
+from .decompose import decompose, expand
 from .errors import UnsupportedError, UsageError
-from .graph import Graph, KVSpec, Node, SlotSpec, Value
-from .ops import CATALOGUE, OPSET
+from .graph import Graph, KVSpec, Node, SlotSpec, Value, experts_of_row
+from .ops import CATALOGUE, OPSET, PRIMITIVE_OPS
 from .placement import Placement
 from .plan import HOST, INHERITED, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
-from .weights import TensorSource, WeightRef, stored_as
+from .weights import TensorSource, WeightRef, stored_as, with_matrices
 
 __all__ = ["Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "make_plan"]
 
+DENSE = 4
+"""So many times the work of the chosen experts are done by computing them all, before they are computed on another device instead."""
 NARROW = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32")}
 """Plain forms that hold a format without loss, best first; every other format is decoded to f32."""
 
@@ -70,8 +72,9 @@ class _Planner:
 
     def run(self) -> Plan:
         devices = self.placement.assign(self.graph)
-        self.graph, wanted = decompose(self.graph, devices, lambda node, device: isinstance(self._ask(node, device), Yes))
+        self.graph, wanted = decompose(self.graph, devices, self._stays_whole)
         self.plan.graph = self.graph
+        self.weights = with_matrices(self.weights, (v.name for v in self.graph.of_kind("weight")))
         for group in self._groups():
             self.plan.decisions += self._decide(group, wanted[group[-1]])  # of state: where it is read
         self.plan.decisions.sort(key=lambda d: d.node)
@@ -80,6 +83,29 @@ class _Planner:
         self._place_weights_and_state()
         self._place_activations()
         return self.plan
+
+    def _stays_whole(self, node: Node, device: str) -> bool:
+        """Whether a node is not decomposed: its device has the op; or the decomposition computes all experts, and the device does not run every
+        part of it, or another device has the op and would do a small part of the work."""
+        if isinstance(self._ask(node, device), Yes):
+            return True
+        if node.op not in PRIMITIVE_OPS:
+            return False
+        chosen, count = experts_of_row(self.graph, node)
+        elsewhere = any(isinstance(self._ask(node, other), Yes) for other in self.backends if other != device)
+        if elsewhere and count > DENSE * chosen and self.fallback != "error":
+            return True
+        return elsewhere and not self._runs_parts(node, device)
+
+    def _runs_parts(self, node: Node, device: str) -> bool:
+        """Whether a device itself runs all that a node is made of."""
+        graph, weights, values = self.graph, self.weights, dict(self.graph.values)
+        parts = expand(node, values, len(graph.values) + len(graph.nodes))
+        self.graph = Graph(graph.name, values, parts)
+        self.weights = with_matrices(weights, (v.name for v in self.graph.of_kind("weight")))
+        answers = [self._ask(part, device) for part in parts]
+        self.graph, self.weights = graph, weights
+        return all(isinstance(a, Yes) and not self._inherits(a, device) for a in answers)
 
     # who runs what --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ which source, rows and constant each graph input is made of. Everything here sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from . import scaled
 from .errors import ModelFileError, UnsupportedError
 from .quant import FORMATS, QuantFormat
 
-__all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as"]
+__all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as", "with_matrices"]
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,13 @@ class WeightRef:
         own = tuple(name for part in self.parts or (self,) for name in (part.source, part.scales) if name)
         return own or (self.source,)
 
+    def matrix(self, index: int) -> WeightRef:
+        """One of the matrices of a stack, by itself."""
+        return replace(self.parts[index], convert_to=self.convert_to, method=self.method) if self.parts else replace(self, expert=index)
+
     def split(self, count: int) -> tuple[WeightRef, ...]:
         """The `count` matrices of a stack, each by itself: what a loader that must not hold the whole stack asks for."""
-        if self.parts:
-            return tuple(replace(part, convert_to=self.convert_to, method=self.method) for part in self.parts)
-        return tuple(replace(self, expert=i) for i in range(count))
+        return tuple(self.matrix(i) for i in range(len(self.parts) or count))
 
     def block(self, start: int, stop: int) -> WeightRef:
         """Rows [start, stop) of this matrix."""
@@ -309,6 +311,16 @@ def stored_as(ref: WeightRef, sources: Mapping[str, TensorSource], layout: Packe
     """The tensor of the file that holds this weight whole and in this packed layout; None if there is no such."""
     source = sources.get(ref.source)
     return source if source is not None and layout is not None and source.packed == layout and ref == WeightRef(source.name) else None
+
+
+def with_matrices(weights: Mapping[str, WeightRef], names: Iterable[str]) -> Mapping[str, WeightRef]:
+    """`weights`, and what those of `names` take that are matrices of a stack (`GraphBuilder.matrix`): "stack[3]"."""
+    found = {}
+    for name in names:
+        stack, _, index = name.rpartition("[")
+        if name not in weights and stack in weights and index[:-1].isdecimal():
+            found[name] = weights[stack].matrix(int(index[:-1]))
+    return {**weights, **found} if found else weights
 
 
 def _unpacked(src: TensorSource, data: np.ndarray, count: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from fastllm.api import FORMATS, KVSpec, Node, ShapeError, Tensor, UnsupportedEr
 
 from . import recurrent
 from .layouts import BLOCK_LAYOUTS, PLAIN_KINDS, STRIP
-from .operands import F32, I32, I64, Absent, Arg, Matrix, Operand, Pointer, matrix, packed, vector
+from .operands import F32, I32, I64, Absent, Arg, Matrix, Operand, Pointer, column, matrix, packed, vector
 from .runtime import KernelKey
 from .tuning import Tuning
 
@@ -185,18 +185,18 @@ class Lowering:
 
     def _op_embed(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:
         ids, table = inputs
-        y, where = matrix(outputs[0]), vector(ids, "i32")
+        y, where = matrix(outputs[0]), column(ids, "i32")
         tail = (y.pointer, I64(y.row), self.fault)
         if table.tensor.packed is not None:
             layout, at = packed(table)
             kinds: dict[str, int] = {"STRIPS": 1, "PLAIN": PLAIN_KINDS[layout.format]} if layout.format in PLAIN_KINDS else {}
             kinds = kinds or BLOCK_LAYOUTS[layout.format].defines()
-            args: tuple[Arg, ...] = (where, at, I64(0), *tail, I32(layout.shape[0]), I32(layout.shape[1]))
+            args: tuple[Arg, ...] = (*where, at, I64(0), *tail, I32(layout.shape[0]), I32(layout.shape[1]))
         else:
-            m = matrix(table, *PLAIN_KINDS)
+            t = matrix(table, *PLAIN_KINDS)
             size = FORMATS[table.tensor.dtype].block_bytes
             kinds = {"STRIPS": 0, "PLAIN": PLAIN_KINDS[table.tensor.dtype]}
-            args = (where, Pointer(m.pointer.handle, m.pointer.offset * size), I64(m.row), *tail, I32(m.rows), I32(m.width))
+            args = (*where, Pointer(t.pointer.handle, t.pointer.offset * size), I64(t.row), *tail, I32(t.rows), I32(t.width))
         self._emit("embed.fl", "embed", {**self.tuning.row, **kinds}, args, Extent(y.rows))
 
     def _op_rms_norm(self, inputs: list[Any], outputs: list[Operand], attrs: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastllm.api import FORMATS, PackedLayout, ShapeError, Tensor, checked_strides
 
-__all__ = ["F32", "I32", "I64", "Absent", "Matrix", "Operand", "Pointer", "matrix", "packed", "vector"]
+__all__ = ["F32", "I32", "I64", "Absent", "Matrix", "Operand", "Pointer", "column", "matrix", "packed", "vector"]
 
 Size = int | str
 
@@ -99,6 +99,14 @@ def vector(s: Operand, dtype: str) -> Pointer:
     if len(s.tensor.shape) != 1 or (s.tensor.shape[0] > 1 and strides[0] != 1):
         raise ShapeError(f"a contiguous vector is needed, not shape {list(s.tensor.shape)} with strides {list(strides)}")
     return _pointer(s.tensor)
+
+
+def column(s: Operand, dtype: str) -> tuple[Pointer, I64]:
+    """An operand of one dimension that may be a column of a matrix: where it is, and how far one element is from the next."""
+    strides = checked_strides(s.tensor, (dtype,))
+    if len(s.tensor.shape) != 1:
+        raise ShapeError(f"a vector is needed, not shape {list(s.tensor.shape)}")
+    return _pointer(s.tensor), I64(strides[0])
 
 
 def packed(s: Operand) -> tuple[PackedLayout, Pointer]:

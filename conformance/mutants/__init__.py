@@ -18,6 +18,7 @@ from typing import Any
 from fastllm.api import API_VERSION, OPSET, Backend, BackendSpec, Option, UsageError
 
 from ..case import CaseResult, matches
+from ..kernels import KERNELS
 from ..levels import native_ops, standing
 from ..runner import Job, run_cases
 from ..session import Session, Target
@@ -46,9 +47,11 @@ def all_mutants() -> dict[str, Mutant]:
 
 
 def open_mutant(name: str, options: Mapping[str, str] | None = None) -> tuple[Backend, BackendSpec]:
-    """A broken backend, as `open_backend` gives an honest one."""
+    """A broken backend, as `open_backend` gives an honest one; or kernels of `kernels.py`, which only the suite opens."""
     if name == HONEST:
         return MutantBase(None, options), _spec()
+    if name in KERNELS:
+        return KERNELS[name](), _spec()
     return all_mutants()[name].make(options or {}), _spec()
 
 

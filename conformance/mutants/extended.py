@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from fastllm.api import Backend, HostTensor, OpQuery, Yes
+from fastllm.api import Backend, HostTensor, No, OpQuery, Yes
 
 from .base import Breaker, Mutant, MutantBase, PackedBase, changed, post, pre
 from .numeric import make
@@ -296,6 +297,23 @@ def _caches() -> Iterator[tuple[str, str, str, Breaker]]:
     yield "int8_one_scale", "one scale for all heads", "kv_write/int8/*#bound", _rounded(_one_scale)
 
 
+class _NoExperts(MutantBase):
+    """Has no `moe`: core ops take its place."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        """A No for it."""
+        return No("there is no moe here") if q.op == "moe" else super().supports(q)
+
+
+def _first_column(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
+    """Ids that are a column of a matrix are read as if they were a vector."""
+    t = inputs[0]
+    if t.strides is not None and len(t.shape) == 1:
+        inputs[0] = replace(t, strides=None)
+        ids = backend.array(inputs[0])
+        inputs[0] = backend.temporary(np.clip(ids, 0, inputs[1].shape[0] - 1), t)
+
+
 def mutants() -> Iterator[Mutant]:
     """All of this file."""
     plain: Callable[[Mapping[str, str]], Backend] = lambda options: MutantBase(None, options)  # noqa: E731
@@ -307,4 +325,6 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"weights.{name}", "quant", what, cases, "bound", lambda options, d=decode: _OwnBase(None, options, d), own)  # type: ignore[misc]
     for name, what, cases, breaker in _caches():
         yield Mutant(f"kv_write.{name}", "memory", what, cases, "bound", make("kv_write", breaker), plain)
+    lacking: Callable[[Mapping[str, str]], Backend] = lambda options: _NoExperts(None, options)  # noqa: E731
+    yield Mutant("embed.step_of_ids_ignored", "experts", "ids that are a column are read as a vector", "moe/f32*f32/row/any/decomposed#bound", "bound", make("embed", pre(_first_column), _NoExperts), lacking)
     yield Mutant("attention.cache_undeclared", "attention", "an int8 cache that is not declared", "kv_write/int8/*#bound", "honest", lambda options: _Undeclared(None, options), plain)

@@ -95,6 +95,7 @@ def _linear() -> Iterator[tuple[str, str, str, str, Breaker]]:
     yield "row_tail", "rows from the 17th on are those before them", f32 + "row/m17-n31-k256/*#bound", "bound", post(lambda out, a, t: out.__setitem__(slice(16, None), out[15:16]) if len(out) > 16 else None)
     yield "nan_swallowed", "NaN in an activation counts as 0", f32 + "row/m7-n33-k64/special#bound", "bound", changed(0, np.nan_to_num)
     yield "denormals_and_more_lost", "activations below 10⁻³ count as 0", f32 + "row/*/spread*#bound", "bound", changed(0, lambda x: np.where(np.abs(x) < 1e-3, F32(0), x))
+    yield "columns_of_a_grid", "outputs from the 8,192nd on are those before them", f32 + "row/m2-n11008-k32/*#bound", "bound", post(lambda out, a, t: out.__setitem__((slice(None), slice(8192, None)), out[:, 8191:8192]) if out.shape[1] > 8192 else None)
     yield "first_k_doubled", "the first product counts twice", f32 + "row/m1-n128-k256/*#bound", "bound", whole(_rows(lambda x, w: x @ w.T + x[:, :1] * w[:, :1].T))
 
 
@@ -149,6 +150,7 @@ def _swapped_style(backend: Any, inputs: Any, attrs: dict[str, Any]) -> None:
 def _rows_ops() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "linear", "depends_on_its_place", "a row counts 2⁻²¹ more than the one before it", "linear/f32/-/rows37-width100/rows_permuted#prop", "prop", post(lambda out, a, t: out.__setitem__(..., out * (1 + np.arange(len(out), dtype=F32)[:, None] * F32(2.0**-21))))
     yield "matmul", "heads_rotated", "head h takes the matrix of head h + 1", "matmul/f32*f32/row/t2-h4*#bound", "bound", whole(_matmul)
+    yield "matmul", "f16_operand_large_k", "activations rounded to f16 for K > 4096 only", "matmul/f32*f32/row/t2-h1-n4-k11008/sparse#bound", "bound", changed(0, lambda a: _half(a) if a.shape[-1] > 4096 else a)
     yield "matmul", "strides_ignored", "a strided window is read as if it were dense", "matmul/f32*f32/gap/*#bound", "bound", pre(_strides_lost)
     yield "linear", "strides_ignored", "a strided window is read as if it were dense", "linear/f32*f32/gap/*#bound", "bound", pre(_strides_lost)
     yield "rms_norm", "eps_missing", "eps is not added", "rms_norm/*.eps#bound", "bound", whole(lambda x, w, eps: _rms(x, w, eps, missing=True))
@@ -165,7 +167,8 @@ def _rows_ops() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "rope", "wrong_pairs", "half and pairs are exchanged", "rope/f32/row/t3-h2-d64-r32/*#bound", "bound", pre(_swapped_style)
     yield "rope", "position_plus_1", "positions are one too large", "rope/f32/row/t3-h2-d64-r32/*#bound", "bound", changed(1, lambda p: p + 1)
     yield "rope", "factor_ignored", "cos and sin are not scaled", "rope/*f1.25#bound", "bound", _attrs(factor=1.0)
-    yield "rope", "f32_angle", "the angle is rounded to f32, undeclared", "rope/*p131071*#bound", "bound", whole(_f32_angle)
+    yield "rope", "f32_angle", "the angle is rounded to f32, undeclared", "rope/*p131072*#bound", "bound", whole(_f32_angle)
+    yield "rope", "positions_of_16_bits", "positions are kept in 16 bits", "rope/*p131072*#bound", "bound", changed(1, lambda p: p & 0xFFFF)
     yield "rope", "rest_not_copied", "elements behind 2r become 0", "rope/*/t2-h4-d128-r32/*#bound", "bound", post(lambda out, a, t: out.__setitem__((..., slice(2 * len(a[2]), None)), 0.0))
     yield "rope", "first_head_only", "only the first head is turned", "rope/f32/row/t3-h2-d64-r32/*#bound", "bound", post(lambda out, a, t: out.__setitem__((slice(None), slice(1, None)), a[0][:, 1:]))
     yield "act_mul", "up_ignored", "the second operand is not multiplied", "act_mul/*silu.gated#bound", "bound", changed(1, np.ones_like)
@@ -208,6 +211,7 @@ def _quantize(x: Array, group: int, toward_zero: bool = False, top: float = 127)
 def _quant() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "quantize", "toward_zero", "codes are cut, not rounded", "quantize/*#bound", "bound", whole(lambda x, group: _quantize(x, group, True))
     yield "quantize", "scale_of_128", "scale = max / 128", "quantize/*#bound", "bound", whole(lambda x, group: _quantize(x, group, top=128))
+    yield "quantize", "coarse_reciprocal", "multiplies by a reciprocal of 12 bits", "quantize/*#bound", "bound", whole(lambda x, group: (np.rint(np.clip(x.reshape(len(x), -1, group) * _coarse(12)(F32(1) / np.maximum(_quantize(x, group)[1], F32(1e-30)))[..., None], -127, 127)).reshape(x.shape), _quantize(x, group)[1]))
     yield "quantize", "zeros_are_nan", "a group of zeros has the scale NaN", "quantize/*#bound", "bound", post(lambda out, a, t: out[1].__setitem__(out[1] == 0, np.nan))
     yield "dequantize", "stale_scale", "every group takes the scale of the one before", "dequantize/*#bound", "bound", changed(1, lambda s: np.roll(s, 1, axis=1) if s.shape[1] > 1 else s * 2)
 
@@ -269,6 +273,8 @@ def _sampling() -> Iterator[tuple[str, str, str, Breaker]]:
     yield "tie_to_the_higher_id", "of equal logits the last one wins", "sample/*/greedy.ties#exact", post(tie_high)
     yield "greedy_is_random", "temperature 0 draws", "sample/*/greedy.*#exact", post(random_greedy)
     yield "adjustments_ignored", "biases and penalties are not applied", "sample/*/*.adjusted#exact", changed(7, np.zeros_like)
+    yield "ids_of_16_bits", "ids are kept in 16 bits", "sample/*/r9-v151936/greedy.last#exact", post(lambda out, a, t: out.__setitem__(..., np.where(out >= 0, out & 0xFFFF, out)))
+    yield "vocabulary_cut", "logits from the 262,136th on are not read", "sample/*/r9-v262144/greedy.last#exact", changed(0, lambda x: np.where(np.arange(x.shape[1]) < 262136, x, F32(-np.inf)))
     yield "bad_row_gives_0", "a row without a finite logit gives id 0", "sample/*/*.bad#exact", post(lambda out, a, t: out.__setitem__(out < 0, 0))
 
 

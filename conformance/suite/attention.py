@@ -256,6 +256,7 @@ _BASE: tuple[tuple[str, Setup, bool], ...] = (
     ("narrow", Setup((70,), (3,), 4, 2, 32, 96), False),
     ("ragged", Setup((40, 0, 17, 129), (3, 0, 0, 129), 2, 1, 32, 32), True),
     ("long", Setup((1023, 1025), (1, 2), 2, 1, 64, 64, 64), False),
+    ("even", Setup((1024,), (2,), 2, 1, 64, 64, 64), False),
     ("longer", Setup((4097,), (1,), 2, 1, 64, 64, 64), False),
     ("prefill", Setup((64,), (64,), 4, 2, 32, 32), False),
     ("mla", Setup((75,), (3,), 4, 1, 576, 0, 64, attrs={"value_dim": 512}), False),

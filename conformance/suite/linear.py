@@ -19,6 +19,11 @@ __all__ = ["SHAPES", "cases", "minimum_of", "weight_of"]
 SHAPES = (  # (rows, N, K, quick): pairwise; a large K goes with few outputs
     (1, 33, 1, False), (2, 1, 31, False), (3, 32, 32, False), (5, 33, 257, True), (8, 127, 128, False), (17, 31, 256, True),
     (1, 128, 256, True), (64, 33, 127, False), (2, 256, 4096, False), (1, 16, 11008, True), (512, 8, 33, False), (0, 7, 64, True),
+    (3, 4096, 33, False), (2, 11008, 32, False),
+)  # fmt: skip
+MATMULS = (  # (rows, heads, N, K)
+    (1, 1, 1, 1), (5, 3, 7, 33), (2, 4, 64, 128), (17, 2, 31, 257), (0, 2, 4, 8), (3, 2, 32, 31), (8, 1, 33, 32), (64, 2, 127, 127), (512, 1, 8, 256),
+    (1, 2, 16, 4096), (2, 1, 4, 11008), (1, 1, 4096, 33), (3, 1, 11008, 16),
 )  # fmt: skip
 CLASSES = ("normal", "positive", "cancelling", "spread", "sparse", "outlier", "offset")
 
@@ -160,7 +165,7 @@ def cases() -> Iterator[Case]:
     case_id = "linear/f32*f32/row/m4-n9-k64/denormal#bound"
     yield Case(case_id, "linear", _group("f32"), bind(_denormal, case_id), required=True)
     for format in blocks.PLAIN_BYTES:
-        for index, (t, heads, out, k) in enumerate(((1, 1, 1, 1), (5, 3, 7, 33), (2, 4, 64, 128), (17, 2, 31, 257), (0, 2, 4, 8))):
+        for index, (t, heads, out, k) in enumerate(MATMULS):
             for kind in ("normal", "sparse", "integer") if k > 8 else ("normal",):
                 gap = 3 * (index % 2)
                 rule = "exact" if kind == "integer" else "bound"

@@ -40,6 +40,8 @@ def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, r
         logits = np.round(logits)
     if data == "equal":
         logits[...] = 1.5
+    if data == "last":  # the best ones are the last of the vocabulary
+        logits[np.arange(rows), vocabulary - 1 - np.arange(rows)] = 100
     if data == "bad":
         logits[0, vocabulary // 2], logits[1, 0] = np.nan, np.inf
         logits[2, :] = -np.inf
@@ -72,16 +74,22 @@ def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, r
     return Outcome(impl=impl, native=native)
 
 
+def _case(rows: int, vocabulary: int, name: str, data: str, quick: bool = False) -> Case:
+    case_id = f"sample/f32/row/r{rows}-v{vocabulary}/{name}.{data}#exact"
+    return Case(case_id, "sample", "sample", bind(_sample, case_id, vocabulary, rows, name, data), required=True, quick=quick)
+
+
 def cases() -> Iterator[Case]:
     """Every parameter alone and combined; ties, equal logits, both ends of u, adjustments, rows without a finite logit."""
     for vocabulary in (1, 2, 257, 32000):
         for name in PARAMETERS if vocabulary == 257 else ("greedy", "plain", "all"):
             for data in ("normal", "ties", "ends") if vocabulary <= 257 else ("normal",):
-                case_id = f"sample/f32/row/r{9 if vocabulary < 1000 else 2}-v{vocabulary}/{name}.{data}#exact"
-                rows = 9 if vocabulary < 1000 else 2
-                yield Case(case_id, "sample", "sample", bind(_sample, case_id, vocabulary, rows, name, data), required=True, quick=vocabulary == 257 and data == "ties")
+                yield _case(9 if vocabulary < 1000 else 2, vocabulary, name, data, quick=vocabulary == 257 and data == "ties")
+    for rows, vocabulary, names in ((1, 32000, ("top_p",)), (9, 151936, ("greedy", "all")), (1, 151936, ("plain", "top_p")), (9, 262144, ("greedy", "top_k")), (1, 262144, ("plain", "min_p", "all"))):
+        for name in names:  # the sizes of real vocabularies: ids beyond 2^16, sums of 2^18 weights
+            yield _case(rows, vocabulary, name, "last" if name == "greedy" else "normal", quick=rows == 9 and name == "greedy")
+    yield _case(1, 257, "all", "normal")
     for name, data in (("plain", "equal"), ("greedy", "equal"), ("top_k", "equal"), ("all", "adjusted"), ("greedy", "adjusted"), ("plain", "bad"), ("greedy", "bad")):
-        case_id = f"sample/f32/row/r5-v33/{name}.{data}#exact"
-        yield Case(case_id, "sample", "sample", bind(_sample, case_id, 33, 5, name, data), required=True, quick=data != "equal")
+        yield _case(5, 33, name, data, quick=data != "equal")
     case_id = "sample/f32/row/r0-v8/plain.none#exact"
     yield Case(case_id, "sample", "sample", bind(_sample, case_id, 8, 0, "plain", "normal"), required=True)

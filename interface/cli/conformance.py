@@ -231,14 +231,14 @@ def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, a
 
 
 @conformance_command.command("calibrate")
-@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, cpu_avx in every variant, opencl_generic]")
+@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, cpu_avx in every variant, opencl_generic, and the suite's own: blas, groups]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for one JSON file per backend.  [default: print only]")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
 @_with(_common)
 def calibrate_command(backends: tuple[str, ...], out: Path | None, jobs: int, as_json: bool, debug: bool) -> int:
     """Measure how much of its bound honest kernels need, per op, format, data class and length of the sum.
 
-    Exit code 1 if one needs more than 0.75: then the bound, or the kernel, is wrong.
+    Exit code 1 if one needs more than 0.75, 2 if one fails a case: then the bound, or the kernel, is wrong.
     """
     from ..conformance.calibrate import calibrate, default_targets, named_target
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fastllm.conformance
 from fastllm.api import UsageError
 from fastllm.cli.main import run_command
-from fastllm.conformance.calibrate import FOLDER
+from fastllm.conformance.calibrate import FOLDER, calibrate, named_target
+from fastllm.conformance.kernels import KERNELS
 from fastllm.conformance.mutants import all_mutants, judge_mutant, self_test
+from fastllm.conformance.session import Session
 from fastllm.conformance.suite import all_cases
 
 TABLE = json.loads((Path(fastllm.conformance.__file__).parent / "kills.json").read_text())
@@ -84,20 +87,34 @@ def test_the_command_fails_for_a_pattern_that_fits_no_mutant(tmp_path, capsys):
 
 def test_honest_kernels_of_three_kinds_stay_below_three_quarters_of_every_bound_and_mutants_above_twice():
     files = {p.stem: json.loads(p.read_text())["bins"] for p in FOLDER.glob("*.json")}
-    assert {"ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "opencl_generic"} <= set(files)
+    assert set(files) == {"ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "opencl_generic", *KERNELS}
     for name, bins in files.items():
         assert {b: e["margin"] for b, e in bins.items() if e["margin"] > 0.75} == {}, name
-    for name in ("ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512"):
+    for name in ("ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "blas"):
         experts = {b: e["margin"] for b, e in files[name].items() if b.startswith("moe|f32|")}
         assert experts, name
         assert min(experts.values()) > 0, f"{name}: the slack of moe hides every error"
-    measured = {name: {b.split("|")[0] for b in bins} for name, bins in files.items()}
-    judged_by_bounds = {c.op for c in all_cases().values() if c.rule == "bound"} - {"quantize", "dequantize"}
-    for op in judged_by_bounds:
-        kernels = {name.partition("-")[0] for name, ops in measured.items() if op in ops}
-        assert kernels >= LEAST_KERNELS.get(op, {"ref", "cpu_avx", "opencl_generic"}), op
+    kinds: dict[str, set[str]] = {}  # bin -> kernels that share nothing: the variants of cpu_avx are one
+    for name, bins in files.items():
+        for b in bins:
+            kinds.setdefault(b, set()).add(name.partition("-")[0])
+    cases = [c for c in all_cases().values() if c.bin]
+    few = {c.bin: sorted(kinds.get(c.bin, ())) for c in cases if len(kinds.get(c.bin, ())) < 3}
+    assert few == {}, "too few independent kernels: fastllm conformance calibrate --out conformance/calibration"
+    assert set(kinds) == {c.bin for c in cases}, "bins of cases that are no more"
+    judged_by_bounds = {c.op for c in all_cases().values() if c.rule == "bound"}
+    assert judged_by_bounds == {c.op for c in cases}
     assert {k["name"]: k["margin"] for k in TABLE if k["rule"] == "bound" and not float(k["margin"]) >= 2} == {}
 
 
-LEAST_KERNELS = {"route_topk": {"ref", "cpu_avx"}, "moe": {"ref", "cpu_avx"}, "short_conv": {"ref"}, "delta_rule": {"ref"}}
-"""Extended ops that not every backend has: who has them."""
+def test_a_kernel_that_fails_a_case_does_not_calibrate(monkeypatch, tmp_path):
+    class Wrong(KERNELS["blas"]):
+        def _own_softmax(self, x):
+            return super()._own_softmax(x) * np.float32(1.001)
+
+    monkeypatch.setattr("fastllm.conformance.calibrate.all_cases", lambda: {c.id: c for c in all_cases().values() if c.op == "softmax"})
+    with Session(named_target("blas"), opener=lambda **options: (Wrong(), None)) as session:
+        monkeypatch.setattr("fastllm.conformance.calibrate.run_cases", lambda job, chosen: [c.run(session) for c in chosen])
+        with pytest.raises(UsageError, match="fails softmax/"):
+            calibrate([named_target("blas")], tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""`moe` as core ops, on a device that lacks it: the same bits, no stack in memory twice, and only where it is worth it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastllm.api import No, RefBackend, Yes
+from fastllm.core.errors import ShapeError
+from fastllm.core.executor import Executor
+from fastllm.core.graph import GraphBuilder
+from fastllm.core.placement import Placement
+from fastllm.core.planner import make_plan
+from fastllm.core.weights import TensorSource, WeightRef
+
+from .devices import LIMITS, batch
+
+
+def experts_model(count, chosen, biases=True):
+    """A graph with one `moe`; refs and sources of its weights."""
+    rng = np.random.default_rng(3)
+    g, refs, sources = GraphBuilder("experts"), {}, {}
+
+    def weight(name, shape, dtype="any"):
+        values = (rng.standard_normal(shape) * 0.3).astype(np.float32)
+        sources[name] = TensorSource(name, shape, "f32", values.reshape(-1).view(np.uint8))
+        refs[name] = WeightRef(name)
+        return g.weight(name, shape, dtype)
+
+    x = g.embed(g.input("ids"), weight("embed", (32, 16)))
+    ids, weights = g.route_topk(g.linear(x, weight("router", (count, 16))), k=chosen)
+    stacks = [weight(name, shape) for name, shape in (("gate", (count, 24, 16)), ("up", (count, 24, 16)), ("down", (count, 16, 24)))]
+    tables = [weight(f"{name}.bias", (count, width), "f32") for name, width in (("gate", 24), ("up", 24), ("down", 16))] if biases else []
+    x = g.add(x, g.moe(x, ids, weights, *stacks, *tables))
+    rows = g.embed(g.input("sample_rows"), x)
+    logits = g.linear(rows, weight("embed", (32, 16)))
+    return g.build(logits, g.sample(logits)), refs, sources
+
+
+class Own(RefBackend):
+    """Ops of its own in numpy, but for some that it lacks and some that it only inherits."""
+
+    name = "own"
+
+    def __init__(self, lacks=(), inherits=()):
+        super().__init__()
+        self.lacks, self.inherits = lacks, inherits
+
+    def supports(self, q):
+        answer = super().supports(q)
+        if q.op in self.lacks:
+            return No(f"no {q.op} here")
+        return Yes(f"own.{q.op}") if isinstance(answer, Yes) and q.op not in self.inherits else answer
+
+    def ops(self):
+        return {**super().ops(), **{name.replace("ref.", "own."): op for name, op in super().ops().items()}}
+
+
+def planned(backends, count, chosen, fallback="warn", biases=True):
+    graph, refs, sources = experts_model(count, chosen, biases)
+    plan = make_plan(graph, refs, sources, backends, Placement.on(next(iter(backends))), LIMITS, fallback=fallback)
+    executor = Executor(plan, refs, sources, backends)
+    try:
+        return plan, np.concatenate([executor.run(batch(ids, start=a)).logits.copy() for a, ids in ((0, (3, 1, 4)), (3, (1, 5)))])
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_experts_of_a_device_without_moe_are_core_ops_there_and_give_the_same_bits(biases):
+    whole, wanted = planned({"ref": RefBackend()}, 5, 2, biases=biases)
+    for backends, fallback in (({"own": Own(("moe",))}, "error"), ({"own": Own(("moe",)), "ref": RefBackend()}, "warn")):
+        plan, found = planned(backends, 5, 2, fallback, biases)
+        assert "moe" not in {n.op for n in plan.graph.nodes}
+        assert plan.left == []
+        assert ("own", "gate") not in plan.places  # the stack itself is not loaded
+        assert plan.places[("own", "gate[4]")].shape == (24, 16)
+        np.testing.assert_array_equal(found, wanted)
+    assert whole.places[("ref", "gate")].nbytes == sum(plan.places[("own", f"gate[{e}]")].nbytes for e in range(5))
+
+
+def test_experts_leave_a_device_where_that_is_much_less_work_or_where_it_lacks_a_part():
+    def others():
+        return {"own": Own(("moe",)), "ref": RefBackend()}
+
+    plan, found = planned(others(), 9, 2)
+    assert [d.device for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref"]
+    kept, same = planned(others(), 9, 2, "error")
+    assert "moe" not in {n.op for n in kept.graph.nodes}
+    np.testing.assert_array_equal(found, same)
+    for lacking in (Own(("moe", "embed")), Own(("moe",), inherits=("embed",))):
+        plan, _ = planned({"own": lacking, "ref": RefBackend()}, 5, 2)
+        assert [d.device for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref"]
+    alone, _ = planned({"own": Own(("moe",))}, 9, 2)  # nobody else is there
+    assert "moe" not in {n.op for n in alone.graph.nodes}
+
+
+def test_only_a_weight_has_matrices_and_only_those_that_it_has():
+    g = GraphBuilder("t")
+    stack = g.weight("w", (3, 4, 5))
+    assert g.matrix(stack, 2).shape == (4, 5)
+    for value, index in ((stack, 3), (stack, -1), (g.matrix(g.matrix(stack, 0), 0), 0), (g.input("ids"), 0)):
+        with pytest.raises(ShapeError, match="no matrix"):
+            g.matrix(value, index)
