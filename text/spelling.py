@@ -1,7 +1,7 @@
 """Whether a vocabulary can write every text that a grammar asks for.
 
-Nearly all vocabularies have a token for each byte, and write anything. One that has none for some bytes writes what it has characters for: a grammar
-that asks for another one would come to a point where no token goes on, in the middle of an answer. So its parts are looked at when it is compiled:
+Most vocabularies have a token for each byte, and write anything; some lack a few control characters; some write only what they have characters for. A grammar
+that asks for something else would come to a point where no token goes on, in the middle of an answer. So its parts are looked at when it is compiled:
 each text must be spelled character by character, and each class of characters (`[^…]`, `\\d`) must leave one. That may refuse a grammar
 whose other branches could be written; it lets none through that only such parts would stop. Called by `grammar`.
 """
@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, Final
 
 __all__ = ["Alphabet", "is_whole", "unspelled"]
 
 _UTF8: Final = frozenset([*range(0xC0), *range(0xC2, 0xF5)])  # bytes that occur in UTF-8
 _TAILS: Final = frozenset(range(0x80, 0xC0))  # those that follow the first of a character
+_PLANES: Final = 0x30000  # the rest is not assigned, or for private use
 _JSON: Final = '{}[]":,-.0123456789truefalsn'  # what every JSON may need; white space, signs and exponents are optional
 _ASCII: Final = "".join(map(chr, range(32, 127)))
 _ANNOTATIONS: Final = frozenset(("title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor", "deprecated", "readOnly", "writeOnly", "x-guidance"))
 _NAMED: Final = frozenset(("properties", "dependentSchemas", "$defs", "definitions"))  # name -> schema
 _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _CODE: Final = re.compile(r"x\{([0-9A-Fa-f]+)\}|x([0-9A-Fa-f]{2})|u\{([0-9A-Fa-f]+)\}|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})")
-_PROPERTY: Final = re.compile(r"[pP](?:\{[^}]*\}|.)")
+_PROPERTY: Final = re.compile(r"([pP])(?:\{\^?([^}]*)\}|(.))")
 _QUANTIFIER: Final = re.compile(r"\{\d*,?\d*\}")
 _GROUP: Final = re.compile(r"\(\?(?:P?<\w+>|[a-zA-Z-]*:|[a-zA-Z-]*\))")
 _LARK: Final = re.compile(r'//[^\n]*|%json\s*|"((?:\\.|[^"\\\n])*)"i?|/((?:\\.|[^/\\\n])+)/[imslux]*', re.DOTALL)
@@ -48,13 +51,22 @@ class Alphabet:
         """This character can be written."""
         return letter in self.letters or (bool(self._bytes) and self._bytes.issuperset(letter.encode("utf-8", "replace")))
 
+    @cached_property
+    def _all(self) -> str:
+        """Every character that can be written, of the planes that have some."""
+        return "".join(letter for letter in map(chr, range(_PLANES)) if self.has(letter)) if self._bytes else "".join(self.letters)
+
     def has_of(self, pattern: str) -> bool:
         """A character of this class can be written; False also for a class that Python reads otherwise."""
         try:
-            found = re.compile(pattern)
+            return re.search(pattern, self._all) is not None
         except re.error:
             return False
-        return any(found.fullmatch(letter) for letter in self.letters)
+
+    def has_kind(self, name: str) -> bool:
+        """A character with this property (`Lu`, `Han`) can be written. Where bytes spell nearly everything that is not asked; else it must be a general
+        category, since Python knows no scripts."""
+        return bool(self._bytes) or any(unicodedata.category(letter).startswith(name) for letter in self.letters)
 
 
 def _text(raw: bytes) -> str:
@@ -163,8 +175,10 @@ def _of_pattern(pattern: str, alphabet: Alphabet) -> Iterator[str]:
                 written = alphabet.has(_letter(code) if code else _ESCAPES[follows])
             elif follows in "dwsDWS":
                 written = alphabet.has_of(part)
-            else:  # a property (\p{…}) is not looked into: none of its characters may be there; what is left are anchors, and marks that stand for themselves
-                written = kind is None and (follows in "bBAz" or alphabet.has(follows))
+            elif kind:
+                written = alphabet.has_kind(kind[2] or kind[3] or "")
+            else:  # anchors, and marks that stand for themselves
+                written = follows in "bBAz" or alphabet.has(follows)
             if not written:
                 yield f"{part:.40} {where}"
         elif letter == "[":

@@ -134,6 +134,21 @@ def test_a_missing_control_character_takes_no_other_letter(missing):
     assert "x00" in (unspelled(r'start: "\x00"', Alphabet([bytes([b]) for b in range(1, 256)])) or "")
 
 
+@pytest.mark.parametrize("pattern", ["[一-龥]+", r"\p{Han}", r"\pL+\P{L}", r"[^ -~]", r"[\x00-\x05]x", "😀|é", r"\s\W."])
+def test_bytes_that_spell_nearly_everything_take_no_class_away(pattern):
+    """SmolLM2 has no tokens for some control characters, and for the first bytes of planes that are not assigned."""
+    alphabet = Alphabet(bytes([b]) for b in range(256) if b not in (4, 6, 0x13, 0xF1, 0xF2))
+    assert not alphabet.complete
+    assert unspelled(f"start: /{pattern}/", alphabet) is None
+    assert unspelled(r"start: /[\x04\x06]/", alphabet) is not None
+    assert unspelled(r"start: /a\x04?/", alphabet) is not None
+
+
+@pytest.mark.parametrize(("pattern", "written"), [(r"\p{L}", True), (r"\p{Nd}+", True), (r"\pN", True), (r"\p{Han}", False), (r"\p{Lt}", False)])
+def test_a_property_is_looked_up_where_letters_are_few(pattern, written):
+    assert (unspelled(f"start: /{pattern}/", Alphabet([b"a", b"1"])) is None) is written
+
+
 def test_a_vocabulary_with_all_bytes_of_utf8_writes_everything():
     assert Alphabet([bytes([b]) for b in range(256) if b not in (0xC0, 0xC1, *range(0xF5, 256))]).complete
 
