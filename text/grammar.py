@@ -40,33 +40,59 @@ JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": W
 LIMITS: Final[Any] = {"max_items_in_row": 20_000, "step_max_items": 200_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 """Of the library, for one token; a step that needs more fails its request. Alternatives of a rule are items of a row."""
 
+END_S: Final = 5.0  # for the masks that are still to be computed when the interpreter ends
 CANNOT: Final = "the grammar of this answer cannot be followed"
 PROBE_TOKENS: Final = 64  # of an answer that is tried before a grammar is accepted
 PROBE_S: Final = 0.5
 PROBE_FIRST: Final = (",", '"', ":", "{", "[", "1", "]", "}")  # tokens that lead on through JSON
 
 
+class _Waiting:
+    """Matchers that wait for their masks, None: the end. Nothing is taken after that."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Matcher | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def put(self, matcher: Matcher) -> bool:
+        """Whether it will be worked on."""
+        with self._lock:
+            if not self._ended:
+                self.queue.put(matcher)
+            return not self._ended
+
+    def end(self, thread: threading.Thread) -> None:
+        """Nobody has the worker any more, or the interpreter ends: it waits for the thread, since one that is inside of the library when Python is gone
+        crashes the process as it comes back."""
+        with self._lock:
+            self._ended = True
+            self.queue.put(None)
+        if threading.current_thread() is not thread:  # whose last matcher may be the last that holds on to the worker
+            thread.join(END_S)
+
+
 class Worker:
     """One thread that computes masks, in the order in which they were asked for. It starts with the first, and ends when nobody has this object any more."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Matcher | None] = SimpleQueue()
+        self._waiting = _Waiting()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def put(self, matcher: Matcher) -> None:
-        """The mask of this matcher is wanted."""
+    def put(self, matcher: Matcher) -> bool:
+        """The mask of this matcher is wanted. False: the interpreter ends, and nobody computes it."""
         if self._thread is None:
             self._start()
-        self._queue.put(matcher)
+        return self._waiting.put(matcher)
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=_work, args=(self._queue,), name="fastllm-mask", daemon=True)
+                thread = threading.Thread(target=_work, args=(self._waiting.queue,), name="fastllm-mask", daemon=True)
                 thread.start()
                 self._thread = thread
-                weakref.finalize(self, self._queue.put, None)
+                weakref.finalize(self, self._waiting.end, thread)
 
 
 def _work(queue: SimpleQueue[Matcher | None]) -> None:
@@ -122,7 +148,9 @@ class Matcher:
         if self._ready is None and not self._coming:
             self._coming = True
             self._done.acquire()
-            self._worker.put(self)
+            if not self._worker.put(self):  # `mask` computes it
+                self._coming = False
+                self._done.release()
 
     def work(self) -> None:
         """Computes the mask that was asked for; in the worker's thread."""

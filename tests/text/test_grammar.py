@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -311,3 +313,41 @@ def test_the_thread_of_masks_ends_when_nobody_has_its_worker():
     del worker
     thread.join(30)
     assert not thread.is_alive()
+
+
+EXIT = """
+import atexit
+import threading
+
+def last():
+    print([t.name for t in threading.enumerate() if t.name == "fastllm-mask"], len(done))
+
+atexit.register(last)  # the first to be registered is the last to be called
+from fastllm.text.grammar import Worker
+done = []
+
+class Asked:
+    def work(self):
+        threading.Event().wait(0.01)
+        done.append(1)
+
+worker = Worker()
+for _ in range(20):
+    worker.put(Asked())
+"""
+
+
+def test_the_thread_of_masks_has_ended_before_the_interpreter_does():
+    """One that came back from the library after that crashed the process, now and then."""
+    said = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.split() == ["[]", "20"]
+
+
+def test_a_mask_that_nobody_computes_ahead_is_computed_when_it_is_wanted(compiler):
+    matcher = compiler.regex("[ab]{9}")()
+    worker = matcher._worker
+    worker._waiting.end(worker._thread)  # as at the end of the interpreter, while an engine still answers
+    for _ in range(3):
+        token = allowed(matcher.mask())[0]
+        assert not matcher.accept(token)
+    assert matcher.mask().any()
