@@ -51,9 +51,9 @@ def note(line: str, values: Mapping[str, Any], fix: str = "run without --strict 
         say(f"fastllm: {line}")
 
 
-def event(kind: str, **fields: Any) -> None:
-    """One line of `--progress json`: {"event": kind, …}, in ASCII."""
-    click.echo(json.dumps({"event": kind, **fields}, default=str), err=True)
+def event(kind: str, /, **fields: Any) -> None:
+    """One line of `--progress json`: {"event": kind, …}, in ASCII. fields: of any names, "kind" among them."""
+    click.echo(json.dumps({"event": kind, **fields} | {"event": kind}, default=str), err=True)
 
 
 def write_answer(text: str) -> None:

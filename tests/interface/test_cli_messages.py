@@ -554,3 +554,16 @@ def test_a_number_that_is_none_passes_no_range(run, tiny_model, value):
 def test_an_origin_that_no_page_has_is_told(run, tiny_model):
     done = run("server", tiny_model, "--cors-origin", "example.org", "--port", "0")
     assert (done.code, "--cors-origin example.org is no origin" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("fields", [{"kind": "plan", "requested": 1, "free": 0}, {"event": "x"}, {"file": Path("x")}, {"text": "y"}])
+def test_an_error_with_any_fields_is_one_event_and_one_object(run, tiny_model, monkeypatch, fields):
+    from fastllm import loading
+
+    def fail(*_: object) -> None:
+        raise OutOfMemory("it does not fit", **fields)
+
+    monkeypatch.setattr(loading, "plan_model", fail)
+    done = run("run", tiny_model, *FAST, "--progress", "json", "--json")
+    event = json.loads(done.err.splitlines()[-1])
+    assert (done.code, event["event"], event["message"], json.loads(done.out)["error"]["exit_code"]) == (1, "error", "it does not fit", 1)
