@@ -12,13 +12,14 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -264,4 +265,8 @@ def check_probe(candidate: Candidate, answer: Any) -> Ready:
     for device in devices:
         if device.kind not in DEVICE_KINDS:
             raise broken(candidate, "probe", f"device '{device.id}' is of kind {device.kind!r}; it must be one of {', '.join(DEVICE_KINDS)}")
-    return Ready(tuple(devices))
+        if not isinstance(device.name, str) or not isinstance(device.detail, str):
+            raise broken(candidate, "probe", f"name and detail of device '{device.id}' must be strings")
+        if not hasattr(device.memory_bytes, "__index__"):
+            raise broken(candidate, "probe", f"memory_bytes of device '{device.id}' is {device.memory_bytes!r:.80}; it must be an integer")
+    return Ready(tuple(replace(device, memory_bytes=operator.index(device.memory_bytes)) for device in devices))  # numpy's integers are no JSON

@@ -96,6 +96,7 @@ def test_a_contained_answer_is_what_loading_here_says(site, env, contained, plug
     installed(site, plugin, "raises", {"probe": "raise RuntimeError('driver 12 is too old')"})
     installed(site, plugin, "fails", {"head": "import nothing_of_this_name"})
     installed(site, plugin, "older", {"backends": "@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, (0, 0), 1)]"})
+    installed(site, plugin, "numbers", {"probe": "import numpy; return Ready((DeviceInfo('0', 'x', numpy.int64(7)),))"})
     installed(site, plugin, "odd", {"probe": "return True"})
     here, there = BackendRegistry(env=env), BackendRegistry(env=contained)
     untimed = [{s.name: {k: v for k, v in s.as_dict().items() if k not in ("import_s", "probe_s")} for s in r.states()} for r in (here, there)]
@@ -105,6 +106,7 @@ def test_a_contained_answer_is_what_loading_here_says(site, env, contained, plug
     with pytest.raises(BackendUnavailable) as caught:
         there.select("absent")
     assert (caught.value.exit_code, caught.value.why, caught.value.fix) == (4, "no NPU", "plug it in")
+    assert there.state("numbers").devices[0].memory_bytes == 7
     assert there.environment("good") == here.environment("good") == {"driver": "12"}
     assert str(there.select("good:1")) == "good:1"
 

@@ -159,6 +159,8 @@ def test_version_rule(theirs, ours, side):
         ("return None", r"fastllm_probe\(\) returned NoneType.*"),
         ("return Ready(())", r"Ready.devices must be a tuple of at least one DeviceInfo"),
         ("return Ready(('0',))", r"Ready.devices must be .*"),
+        ("return Ready((DeviceInfo('0', 5),))", r"name and detail of device '0' must be strings"),
+        ("return Ready((DeviceInfo('0', 'a', '8 GB'),))", r"memory_bytes of device '0' is '8 GB'; it must be an integer"),
         ("return Ready((DeviceInfo('0', 'a'), DeviceInfo('0', 'b')))", r"device ids are \['0', '0'\].*"),
     ],
 )
