@@ -130,7 +130,7 @@ def _import(source: Source) -> ModuleType:
 def file_source(path: Path) -> Source:
     """The source of `--plugin PATH`. Its module name holds a hash, so that two files of one name do not collide."""
     file = Path(os.path.expanduser(path)).resolve()
-    digest = sha256(str(file).encode()).hexdigest()[:8]
+    digest = sha256(os.fsencode(file)).hexdigest()[:8]
     stem = re.sub(r"\W", "_", file.stem)
     return Source(f"fastllm_plugin_{stem}_{digest}", str(path), file=file)
 

@@ -123,6 +123,8 @@ class Command(click.Command):
 
     def _parsed(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click parses; the error for a value says where it is from, if not from the line."""
+        if any("\0" in arg for arg in args):
+            raise UsageError("an argument holds a NUL character, which no name and no text here has", fix="leave it out")
         try:
             rest = super().parse_args(ctx, list(args))
             self._check_empty(ctx, args)

@@ -162,6 +162,8 @@ def _fitting(option: click.Parameter, value: Any, key: str, path: Path) -> Any:
         needed, good = "a text", all(isinstance(v, str) for v in values)
     else:
         needed, good = "a text or a number", all(isinstance(v, str | int) and not isinstance(v, bool) for v in values)
+    if any(isinstance(v, str) and "\0" in v for v in values):
+        raise UsageError(f"{path}: '{key}' holds a NUL character", who=str(path), fix="leave it out")
     if not good:
         kinds = {bool: str(value).lower(), list: "a list", dict: "a table"}
         found = kinds.get(type(value), repr(value))

@@ -47,6 +47,8 @@ def is_loopback(host: str, port: int) -> bool:
 def _addresses(host: str, port: int) -> list[Any]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # of the codec for names: a label that is empty or too long, a character that none has
+        raise UsageError(f"--host {host[:80]}: this is no name of a host", fix="--host 127.0.0.1") from None
     except OSError as error:
         raise UsageError(f"--host {host}: {error.strerror}", fix="--host 127.0.0.1") from None
 

@@ -567,3 +567,40 @@ def test_an_error_with_any_fields_is_one_event_and_one_object(run, tiny_model, m
     done = run("run", tiny_model, *FAST, "--progress", "json", "--json")
     event = json.loads(done.err.splitlines()[-1])
     assert (done.code, event["event"], event["message"], json.loads(done.out)["error"]["exit_code"]) == (1, "error", "it does not fit", 1)
+
+
+# anything at all ---------------------------------------------------------------------------------------------------------
+
+JUNK = ("x", "-1", "1e999", "\0", "a" * 300, "../..", "\udcff", "模型", "[]", "a:b:c", "9" * 20)
+LONG = ("doctor", "webui", "conformance run", "conformance self-test", "conformance calibrate", "backends new")
+"""Commands that work where they are given nothing useful: they measure, probe or write. `webui` has the options of `server`."""
+
+
+def test_no_value_of_any_option_is_an_internal_error(run, monkeypatch, tmp_path):
+    """Every option of every command, with values that few of them take: one error that names a way out, and never a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTLLM_OFFLINE", "1")
+    tried = 0
+    for name, command in commands().items():
+        if name in LONG:
+            continue
+        needed = [p for p in command.params if p.required or p.name == "model"]
+        arguments = [word for p in needed for word in ([long_name(p), "out.flm"] if isinstance(p, click.Option) else ["nomodel"])]
+        for option in command.params:
+            if not isinstance(option, click.Option) or option.is_flag:
+                continue
+            for value in JUNK:
+                done = run(*name.split(), *arguments, long_name(option), value)
+                tried += 1
+                assert done.code in (0, 1, 2, 3, 4, 5), (name, option.name, value, done.err)
+                assert "internal error" not in done.err, (name, option.name, value, done.err)
+                assert not done.code or "fix: " in done.err, (name, option.name, value, done.err)
+    assert tried > 2000
+
+
+def test_a_configuration_may_hold_no_nul(run, tiny_model, tmp_path):
+    path = tmp_path / "c.toml"
+    for line in ('dtype = "a\\u0000b"', 'lora = ["\\u0000"]', 'chat-template = "\\u0000"'):
+        path.write_text(line)
+        done = run("run", tiny_model, *FAST, "--config", path)
+        assert (done.code, "holds a NUL character" in done.err) == (2, True), done.err
