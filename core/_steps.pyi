@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copies", "fill", "move"]
+__all__ = ["Copies", "StepResult", "fill", "move"]
+
+class StepResult:
+    ids: NDArray[np.int32] | None
+    logits: NDArray[np.float32]
+    def __init__(self, ids: NDArray[np.int32] | None, logits: NDArray[np.float32]) -> None: ...
 
 class Copies:
     def __init__(self, pairs: list[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> None: ...

@@ -18,7 +18,7 @@ from .errors import EngineError, ShapeError
 
 cnp.import_array()
 
-__all__ = ["Copies", "fill", "move"]
+__all__ = ["Copies", "StepResult", "fill", "move"]
 
 
 cdef inline int32_t *_numbers(array, int ndim, bint written) except NULL:
@@ -70,6 +70,16 @@ def move(list slices, int64_t block_size, ids, positions, slots, context_len) ->
         to_slots[s] += 1
         to_lengths[s] += 1
     return True
+
+
+cdef class StepResult:
+    """What a step gives. ids: i32 [R], or None if the batch asked for no sampling; −1 where a row had no finite logit. logits:
+    f32 [R, V], a view that is valid until the next run."""
+
+    cdef readonly object ids, logits
+
+    def __init__(self, ids, logits):
+        self.ids, self.logits = ids, logits
 
 
 cdef struct copy:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import _steps
+from ._steps import StepResult
 from .backend import Backend, Buffer, CompileEnv, Program, StepDims, Stream, Tensor, plain_bytes
 from .errors import EngineError
 from .graph import KVSpec, SlotSpec, Value
@@ -34,15 +35,6 @@ STEP_FIELDS = {
 }  # fmt: skip
 """Arrays of a StepBatch and what counts their rows."""
 MAY_LACK = ("state_slot", "prefix_len")
-
-
-@dataclass(slots=True)
-class StepResult:
-    """ids: i32 [R], or None if the batch asked for no sampling; −1 where a row had no finite logit. logits: f32 [R, V], a view
-    that is valid until the next run."""
-
-    ids: np.ndarray | None
-    logits: np.ndarray
 
 
 class Executor:

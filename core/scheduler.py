@@ -13,7 +13,7 @@ result depends on that row only, it goes on with the very tokens it would have h
 A model with recurrent state goes on after a prefix from a snapshot of its state (`kv_cache`): so a prompt is cut where a block ends,
 that a snapshot can be kept there, and the step says which states it begins with and, when it is done, which are to be kept.
 
-Most steps are the one before with every sequence a token further. Such a step is not built but moved on (`_again`).
+Most steps are the one before with every sequence a token further. Such a step is not built but moved on (`schedule`).
 
 The oldest sequence is never preempted for another, so somebody always makes progress; a sequence that could not run alone is
 never admitted (`Engine.submit` refuses it). Called by the engine's thread only.
@@ -229,10 +229,16 @@ class Scheduler:
     # a step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if nothing waits or runs."""
-        step = self._again()
-        if step is not None:
-            return step
+        """The next step, or None if nothing waits or runs: the step before with every sequence a token further, where that is all there is to do, else
+        a new one. There is more to do where somebody came or went, a token is not known or a sequence begins a block."""
+        step, self._last = self._last, None
+        if step is not None and not (self.waiting and len(self.running) < self.max_running):
+            batch = step.batch  # what is moved of it before a sequence turns out to need more, `_build` overwrites
+            if _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
+                batch.moved = True
+                step.fresh, step.copies, step.restores = False, [], []
+                self._last = step
+                return step
         if self.waiting:
             self._admit()
         if not self.running:
@@ -250,23 +256,6 @@ class Scheduler:
         step.restores, self._restores = [(place, s) for place, s in self._restores if s.running and s.num_computed], []
         if len(slices) == len(self.running) and all(p.num_tokens == p.num_rows == 1 and p.sequence.decodes for p in slices):
             self._last = step
-        return step
-
-    def _again(self) -> ScheduledStep | None:
-        """The step before, moved on by one token of each sequence; None where there is more to do: somebody came or went, a token is not
-        known, a sequence begins a block. What was moved by then, `_build` overwrites."""
-        step = self._last
-        if step is None:
-            return None
-        self._last = None
-        if self.waiting and len(self.running) < self.max_running:
-            return None
-        batch = step.batch
-        if not _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
-            return None
-        batch.moved = True
-        step.fresh, step.copies, step.restores = False, [], []
-        self._last = step
         return step
 
     def advance(self, step: ScheduledStep) -> list[tuple[int, int]]:

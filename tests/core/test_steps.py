@@ -123,6 +123,12 @@ def test_copies_that_do_not_fit_are_refused():
         _steps.Copies([([1], np.zeros(2, I32))])
 
 
+class Building(Scheduler):
+    """Knows of no step before, so it builds each anew."""
+
+    _last = property(lambda self: None, lambda self, step: None)
+
+
 class Pair:
     """Two schedulers with one history: the first moves steps on where it can, the second builds each anew. Their steps must be equal."""
 
@@ -132,8 +138,9 @@ class Pair:
         self.rng, self.num_blocks, sequences = rng, rng.randint(6, 24), rng.randint(1, 5)
         cache, self.budget = rng.random() < 0.6, None
         limits = {"max_tokens": rng.choice([4, 8, 16]), "max_sequences": sequences, "max_rows": sequences + rng.choice([0, 2])}
-        self.schedulers = [Scheduler(BlockManager(self.num_blocks, 4, prefix_cache=cache), max_blocks=self.num_blocks, **limits) for _ in range(2)]
-        self.schedulers[1]._again = lambda: None
+        self.schedulers = [
+            kind(BlockManager(self.num_blocks, 4, prefix_cache=cache), max_blocks=self.num_blocks, **limits) for kind in (Scheduler, Building)
+        ]
         for scheduler in self.schedulers:
             scheduler.prompt_budget = lambda num_decodes: self.budget
         self.before = {}  # array -> values in the step before

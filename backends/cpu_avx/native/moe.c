@@ -3,7 +3,13 @@
 
 #include <string.h>
 
-enum { ALIGN = 64, STRIP_FLOATS = 32768 /* of a block of results between two products: 128 KB stay in L2 */ };
+enum {
+    ALIGN = 64,
+    STRIP_FLOATS = 32768, /* of a block of results between two products: 128 KB stay in L2 */
+    TOGETHER = 5
+};
+/* Rows of an expert from which on gate and up take turns strip by strip: fewer rows are bound by reading, and two places read in turns
+ * are slower than one after the other. */
 
 static int64_t aligned(int64_t nbytes) { return (nbytes + ALIGN - 1) / ALIGN * ALIGN; }
 
@@ -122,6 +128,7 @@ static int64_t strips_of_block(int64_t rows, int64_t left) {
 static void gate_and_up(const job *j, const fl_kernels *k, int64_t C, int64_t strip0, int64_t strip1) {
     const fl_moe *m = j->m;
     const int64_t F = m->width;
+    const int same_input = m->up.data && m->up.acts == m->gate.acts && F % FL_STRIP == 0;
     int64_t gate_at = 0, up_at = 0;
     for (int64_t e = 0; e < m->experts; e++) {
         const int64_t first = j->start[e], rows = j->start[e + 1] - first;
@@ -129,6 +136,15 @@ static void gate_and_up(const job *j, const fl_kernels *k, int64_t C, int64_t st
         if (j->one) gate_at = up_at = 0;
         const fl_acts xg = acts_of(&m->gate, (int32_t)rows, C, &gate_at), xu = acts_of(&m->up, (int32_t)rows, C, &up_at);
         const fl_weight gate = weight_of(&m->gate, e, F, C), up = weight_of(&m->up, e, F, C);
+        if (same_input && rows >= TOGETHER) {
+            const fl_target to = {.bias = bias_of(&m->gate, e),
+                                  .up_bias = bias_of(&m->up, e),
+                                  .y = (float *)(intptr_t)m->hidden + first * F,
+                                  .ldy = (size_t)F,
+                                  .act = (int32_t)m->act};
+            if (strip0 < strip1) k->linear->linear(&gate, &up, &xg, &to, (int)strip0, (int)strip1, j->linear);
+            continue;
+        }
         for (int64_t s = strip0, n; s < strip1; s += n) {
             n = strips_of_block(rows, strip1 - s);
             const int64_t c0 = s * FL_STRIP, columns = F - c0 < n * FL_STRIP ? F - c0 : n * FL_STRIP;
