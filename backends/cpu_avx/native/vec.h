@@ -42,6 +42,7 @@ FL_INLINE f32x8 select8(i32x8 mask, f32x8 yes, f32x8 no) { /* lanes of mask are 
     return (f32x8)(((i32x8)yes & mask) | ((i32x8)no & ~mask));
 }
 FL_INLINE f32x8 max8(f32x8 a, f32x8 b) { return select8(a > b, a, b); } /* NaN in either gives b */
+FL_INLINE f32x8 min8(f32x8 a, f32x8 b) { return select8(a < b, a, b); } /* the same */
 FL_INLINE f32x8 abs8(f32x8 a) { return (f32x8)((i32x8)a & 0x7fffffff); }
 
 /* Sums acc = fma(x, u, acc), rounded once in every variant. Without the instruction they are kept as f64, where the product is exact:
@@ -201,11 +202,10 @@ FL_INLINE wide_sum wide_fma(wide_sum c, float x, wide u) { return acc8_fma(c, x,
 
 /* e^x, about 1 ulp, denormal results included: x = n·ln 2 + r with |r| ≤ ½ ln 2, a polynomial of degree 7 in r (Cephes), and 2^n in two
  * factors so that both stay normal. −inf gives 0, above 88.73 gives +inf, NaN stays NaN. */
-#define FL_EXP(name, F, I, set, select)                                                                                        \
+#define FL_EXP(name, F, I, set, select, most, least)                                                                           \
     FL_INLINE F name(F x) {                                                                                                    \
-        F c = select(x < -104.0f, set(-104.0f), x);                                                                            \
-        c = select(c > 89.0f, set(89.0f), c);                                                                                  \
-        F t = c * 1.44269504088896341f + 12582912.0f; /* 1.5·2^23: the sum's low bits are the rounded integer */               \
+        F c = least(set(89.0f), most(set(-104.0f), x)); /* NaN stays */                                                        \
+        F t = c * 1.44269504088896341f + 12582912.0f;   /* 1.5·2^23: the sum's low bits are the rounded integer */             \
         I n = (I)t - 0x4b400000;                                                                                               \
         F nf = t - 12582912.0f;                                                                                                \
         F r = (c - nf * 0.693359375f) - nf * -2.12194440e-4f;                                                                  \
@@ -220,7 +220,7 @@ FL_INLINE wide_sum wide_fma(wide_sum c, float x, wide u) { return acc8_fma(c, x,
         F y = p * (F)((half + 127) << 23) * (F)((n - half + 127) << 23);                                                       \
         return select(x != x, x, y);                                                                                           \
     }
-FL_EXP(exp8, f32x8, i32x8, set8, select8)
+FL_EXP(exp8, f32x8, i32x8, set8, select8, max8, min8)
 
 /* FL_WIDE lanes for the softmax of attention. Longer vectors than the registers are no way to write it: compilers take their
  * comparisons apart, lane by lane. */
@@ -240,7 +240,13 @@ FL_INLINE f32xw loadw(const float *p) {
 }
 FL_INLINE void storew(float *p, f32xw v) { memcpy(p, &v, sizeof v); }
 FL_INLINE f32xw setw(float x) { return x - (f32xw){0}; }
-FL_INLINE f32xw selectw(i32xw mask, f32xw yes, f32xw no) { return (f32xw)(((i32xw)yes & mask) | ((i32xw)no & ~mask)); }
+FL_INLINE f32xw selectw(i32xw mask, f32xw yes, f32xw no) {
+#if FL_WIDE == 16 /* compilers take two instructions for the form below */
+    return (f32xw)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)no, (__m512)yes);
+#else
+    return (f32xw)(((i32xw)yes & mask) | ((i32xw)no & ~mask));
+#endif
+}
 FL_INLINE f32xw maxw(f32xw a, f32xw b) { /* NaN in either gives b */
 #if FL_WIDE == 16
     return (f32xw)_mm512_max_ps((__m512)a, (__m512)b);
@@ -250,6 +256,9 @@ FL_INLINE f32xw maxw(f32xw a, f32xw b) { /* NaN in either gives b */
     return selectw(a > b, a, b);
 #endif
 }
+#if FL_WIDE == 16
+FL_INLINE f32xw minw(f32xw a, f32xw b) { return (f32xw)_mm512_min_ps((__m512)a, (__m512)b); } /* the same */
+#endif
 /* The largest lane of those that are no NaN. */
 FL_INLINE float topw(f32xw v) {
 #if FL_WIDE == 16
@@ -307,7 +316,7 @@ FL_INLINE f32x8 tanh8(f32x8 x) {
     }
 FL_SIGMOID(sigmoid8, exp8, f32x8, i32x8, set8, select8)
 #if FL_WIDE == 16 /* what most models use between the layers of an MLP, with all lanes */
-FL_EXP(expw, f32xw, i32xw, setw, selectw)
+FL_EXP(expw, f32xw, i32xw, setw, selectw, maxw, minw)
 FL_SIGMOID(sigmoidw, expw, f32xw, i32xw, setw, selectw)
 #endif
 
