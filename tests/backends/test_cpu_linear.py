@@ -238,6 +238,24 @@ def test_block_formats_give_the_bits_of_the_specification(format: str, isa: str)
 
 
 @pytest.mark.parametrize("isa", RUNNABLE)
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q6_k", "q2_k", "mxfp4", "int4g128", "int8g128"])
+def test_any_number_of_rows_gives_the_bits_of_the_specification(format: str, isa: str) -> None:
+    """Kernels take up to six rows at a time, and how they share the rows depends on their number; N: full strips and one that is not."""
+    case = Case(8, format, 193, 70, 512)
+    x, before = case.x, case.before
+    want = case.reference(accumulate=True)
+    for rows in (*range(4, 8), *range(11, 26), 31, 32, 36, 193):
+        case.x, case.before = x[:rows], before[:rows]
+        assert same_bits(case.run(isa, accumulate=True), want[:rows]), rows
+
+
+@pytest.mark.parametrize("isa", RUNNABLE)
+def test_rows_too_long_to_be_laid_out_together_give_the_bits_of_the_specification(isa: str) -> None:
+    case = Case(9, "q4_0", 21, 32, 98304)  # six rows of them fit in the scratch of avx512: the last block has three
+    assert same_bits(case.run(isa), case.reference())
+
+
+@pytest.mark.parametrize("isa", RUNNABLE)
 @pytest.mark.parametrize("format", pack.LAYOUTS)
 def test_f32_sums_give_the_bits_of_the_specification(format: str, isa: str) -> None:
     for seed in range(4):

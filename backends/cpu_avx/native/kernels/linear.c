@@ -1,6 +1,6 @@
 /* The linear kernels of one variant: y = x * W^T for packed weights (layouts.h has the layouts and the exact arithmetic).
  *
- * Few rows, "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for four rows; a tile
+ * Few rows, "decode": limited by reading the weights once. Codes go from packed planes to registers and are used for DIRECT rows; a tile
  * is 0.3-1.1 KB of consecutive memory, and the lines PREFETCH bytes ahead are asked for while it is computed, one at a time between the
  * multiply-adds: in a burst they fill the queue of misses, and what is computed next waits for a place in it. More rows take the same
  * strip again, out of L2, up to the number of rows where unpacking once is quicker (DIRECT_ROWS).
@@ -20,12 +20,12 @@
 #include "ops.h"
 #include "weights.h"
 
-enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 32, PREFETCH = 7168 };
+enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 16, PREFETCH = 7168 };
 
 #if FL_LANES == 16
-enum { ROW_BLOCK = MOST_ROWS };
+enum { ROW_BLOCK = MOST_ROWS, DIRECT = PANEL_ROWS };
 #else
-enum { ROW_BLOCK = 128 };
+enum { ROW_BLOCK = 128, DIRECT = 4 };
 #endif
 
 typedef struct {
@@ -35,8 +35,9 @@ typedef struct {
 #if FL_LANES == 16
     _Alignas(64) uint8_t panels[PANEL_BYTES];
     int made_for; /* the layout that the panels were made for, -1: none */
-    const fl_target *to;
 #endif
+    int plain; /* sums of panels go to y as they are, or to add + sums */
+    const fl_target *to;
 } scratch_space;
 
 typedef char scratch_is_large_enough[sizeof(scratch_space) <= FL_LINEAR_SCRATCH ? 1 : -1];
@@ -135,6 +136,8 @@ static void store_strip(const fl_target *to, int row0, int rows, int strip, int 
     }
 }
 
+FL_INLINE int is_full(const fl_weight *w, int strip) { return (strip + 1) * FL_STRIP <= w->N; }
+
 static void add_bias(const float *bias, int rows, int strip, int N, float (*acc)[FL_STRIP]) {
     const int n0 = strip * FL_STRIP, count = N - n0 < FL_STRIP ? N - n0 : FL_STRIP;
     if (bias)
@@ -146,7 +149,7 @@ static void add_bias(const float *bias, int rows, int strip, int N, float (*acc)
 
 /* sum[r][v] = FL_SUM_BITS - zero * (sum of x over the group), for R rows and NV vectors: what tile_sums adds the products to. */
 PART void start_sums(const fl_layout *L, const int R, const int NV, const int half, const fl_group *record, size_t ldr,
-                     vi sum[4][4]) {
+                     vi sum[DIRECT][4]) {
     const int zero = zero_of(L);
     UNROLL for (int r = 0; r < R; r++) {
         const int32_t *s = record[r * ldr].sum;
@@ -159,7 +162,7 @@ PART void start_sums(const fl_layout *L, const int R, const int NV, const int ha
  * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. ahead: asked for meanwhile, as many
  * bytes as a packed tile has; NULL: nothing. */
 PART void tile_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
-                    const int v0, const int8_t *x, size_t ldx, vi sum[4][4], const uint8_t *ahead) {
+                    const int v0, const int8_t *x, size_t ldx, vi sum[DIRECT][4], const uint8_t *ahead) {
     const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps, all = (fl_tile_bytes(L) + 63) / 64;
 #define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
 #define ASK(j)                                                                                                                 \
@@ -180,7 +183,7 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
     }
     const int run = L->top <= 15 ? 8 : L->top <= 31 ? 4 : 2, flush = run < steps ? run : steps; /* 2 * 127 * top * run < 2^15 */
     UNROLL for (int f = first; f < first + steps; f += flush) {
-        vi part[4][4];
+        vi part[DIRECT][4];
         UNROLL for (int j = f; j < f + flush; j++) {
             vb w[4];
             ASK(j);
@@ -213,10 +216,24 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
 
-/* out[r] = sums of R rows from row0 on, of one strip. alone: they are all rows, or the last ones, and each tile asks for the one PREFETCH
- * ahead of it. Else the strip is read again out of L2, and each tile asks for `lines` of the next strip, from `ahead` on. */
+/* Where the results of a strip go, and the bytes from one row to the next: what is asked for while the sums are made. */
+typedef struct {
+    char *p; /* NULL: nothing is asked for */
+    size_t ld;
+} places;
+
+static places places_of(const scratch_space *c, float (*acc)[FL_STRIP], int row0, int strip) {
+    const fl_target *to = c->to;
+    if (acc != c->acc) return (places){NULL, 0}; /* those of `up` go where those of w do */
+    if (to->codes) return (places){(char *)(fl_codes(to->codes, row0) + strip * FL_STRIP), fl_code_stride(to->codes->K)};
+    return (places){(char *)(to->y + (size_t)row0 * to->ldy + strip * FL_STRIP), to->ldy * sizeof(float)};
+}
+
+/* out[r] = sums of R rows from row0 on, of one strip. alone: they are all rows, and each tile asks for the one PREFETCH ahead of it.
+ * Else the strip is read again out of L2, and each tile asks for `lines` of the next strip, from `ahead` on; the first blocks ask for the
+ * places of the results. */
 KERNEL void decode(const int layout, const int R, const int alone, const fl_weight *w, const fl_acts *a, int row0, int strip,
-                   float (*out)[FL_STRIP], const uint8_t *ahead, int lines) {
+                   float (*out)[FL_STRIP], const uint8_t *ahead, int lines, places to) {
     const fl_layout *L = &FL_LAYOUT[layout];
     const int NV = R == 1 ? MOST_VECTORS : 2, tile_bytes = fl_tile_bytes(L);
     const int tiles = L->block / FL_TILE_K, group = fl_group_tiles(L);
@@ -225,9 +242,11 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
     const uint8_t *p = w->data + (size_t)strip * fl_strip_bytes(L, w->K);
     const int8_t *x = fl_codes(a, row0);
     const fl_group *record = fl_groups(a, row0);
-    vsum acc[4][VECTORS];
+    vsum acc[DIRECT][VECTORS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) acc[r][v] = vsum_of(vf_zero());
     for (int b = 0; b < blocks; b++) {
+        if (!alone && b < R && to.p)
+            __builtin_prefetch(to.p + b * to.ld, 1, 2), __builtin_prefetch(to.p + b * to.ld + 64, 1, 2);
         const uint8_t *head = p;
         float dm[2 * FL_STRIP];
         convert_head(L, head, dm);
@@ -235,7 +254,7 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
         p += L->head;
         for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
             UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-                vi sum[4][4];
+                vi sum[DIRECT][4];
                 start_sums(L, R, NV, half, record, ldr, sum);
                 for (int i = 0; i < group; i++) {
                     const uint8_t *tile = p + i * tile_bytes;
@@ -259,25 +278,33 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
         vf_store(out[r] + FL_LANES * v, vsum_float(acc[r][v]));
 }
 
-/* Sums of up to ROW_BLOCK rows straight from packed memory, four at a time. */
+/* Sums of up to ROW_BLOCK rows straight from packed memory, DIRECT at a time or, so that all passes are nearly equal, less. */
 KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip,
-                        float (*out)[FL_STRIP]) {
+                        float (*out)[FL_STRIP], places to) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const int passes = rows / 4, tiles = w->K / FL_TILE_K;
+    const int passes = (rows + DIRECT - 1) / DIRECT, tiles = w->K / FL_TILE_K;
     const size_t bytes = fl_strip_bytes(L, w->K);
-    const int lines = passes ? (int)((bytes / 64 + (size_t)(passes * tiles) - 1) / (size_t)(passes * tiles)) : 0;
+    const int lines = (int)((bytes / 64 + (size_t)(passes * tiles) - 1) / (size_t)(passes * tiles));
     const uint8_t *ahead = w->data + (size_t)(strip + 1) * bytes;
-    for (int r = 0; r < rows; r += 4, ahead += 64 * lines * tiles) {
-        const int left = rows - r;
-        if (left > 4 || (left == 4 && passes > 1)) decode(layout, 4, 0, w, a, row0 + r, strip, out + r, ahead, lines);
-        else if (left == 4)
-            decode(layout, 4, 1, w, a, row0 + r, strip, out + r, NULL, 0);
-        else if (left == 3)
-            decode(layout, 3, 1, w, a, row0 + r, strip, out + r, NULL, 0);
-        else if (left == 2)
-            decode(layout, 2, 1, w, a, row0 + r, strip, out + r, NULL, 0);
-        else
-            decode(layout, 1, 1, w, a, row0 + r, strip, out + r, NULL, 0);
+    const int alone = FL_WIDEN || passes == 1; /* FL_WIDEN: rows <= DIRECT_ROWS = DIRECT */
+    for (int p = 0, r = 0, end; p < passes; p++, r = end, ahead += 64 * lines * tiles) {
+        end = (p + 1) * rows / passes;
+#define PASS(R)                                                                                                                \
+    if (end - r == R) {                                                                                                        \
+        if (alone) decode(layout, R, 1, w, a, row0 + r, strip, out + r, NULL, 0, to);                                          \
+        else                                                                                                                   \
+            decode(layout, R, 0, w, a, row0 + r, strip, out + r, ahead, lines, to);                                            \
+    }
+        PASS(1)
+        PASS(2)
+        PASS(3)
+        PASS(4)
+#if FL_LANES == 16
+        PASS(5)
+        PASS(6)
+#endif
+#undef PASS
+        if (to.p) to.p += (size_t)(end - r) * to.ld;
     }
 }
 
@@ -300,7 +327,7 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chu
             UNROLL for (int half = 0; half < fl_halves(L); half++) {
                 const int g = t / group * fl_halves(L) + half;
                 const fl_group *first = record + t / group;
-                vi sum[4][4];
+                vi sum[DIRECT][4];
                 start_sums(L, R, NV, half, first, ldr, sum);
                 if (group == 1) tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum, NULL);
                 else /* without this case, compilers keep the sums of the loop in memory */
@@ -496,10 +523,10 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
 
 /* acc[r] = sums of `rows` <= ROW_BLOCK rows of one strip. */
 #if FL_LANES == 16 /* what comes here are few rows, or such long ones that no panel holds them */
-#define BLOCK_SUMS(layout) decode_rows(layout, w, a, row0, rows, strip, acc)
+#define BLOCK_SUMS(layout) decode_rows(layout, w, a, row0, rows, strip, acc, places_of(c, acc, row0, strip))
 #else
 #define BLOCK_SUMS(layout)                                                                                                     \
-    if (rows <= DIRECT_ROWS) decode_rows(layout, w, a, row0, rows, strip, acc);                                                \
+    if (rows <= DIRECT_ROWS) decode_rows(layout, w, a, row0, rows, strip, acc, places_of(c, acc, row0, strip));                \
     else                                                                                                                       \
         prefill(layout, w, a, row0, rows, strip, c, acc)
 #endif
@@ -599,13 +626,14 @@ static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, 
     if (c->made_for < 0 || !FL_NAME(fl_same_panels)(&FL_LAYOUT[c->made_for], &FL_LAYOUT[w->layout]))
         FL_NAME(fl_make_panels)(&FL_LAYOUT[w->layout], a, row0, rows, c->panels);
     c->made_for = w->layout;
-    char *target = NULL;
-    size_t ldt = 0;
-    if (acc == c->acc && c->to->codes)
-        target = (char *)(fl_codes(c->to->codes, row0) + strip * FL_STRIP), ldt = fl_code_stride(c->to->codes->K);
-    else if (acc == c->acc)
-        target = (char *)(c->to->y + (size_t)row0 * c->to->ldy + strip * FL_STRIP), ldt = c->to->ldy * sizeof(float);
-    FL_NAME(fl_sum_panels)(w, rows, strip, c->panels, &c->weights, acc, target, ldt);
+    const places to = places_of(c, acc, row0, strip);
+    const fl_target *t = c->to;
+    panel_rows y = {t->y, t->add, t->ldy, t->ldadd};
+    if (c->plain) {
+        y.y += (size_t)row0 * y.ldy + (size_t)strip * FL_STRIP;
+        if (y.add) y.add += (size_t)row0 * y.ldadd + (size_t)strip * FL_STRIP;
+    }
+    FL_NAME(fl_sum_panels)(w, rows, strip, c->panels, &c->weights, acc, to.p, to.ld, c->plain && is_full(w, strip) ? &y : NULL);
 }
 
 #endif
@@ -624,9 +652,13 @@ static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, co
     void (*up_sums)(const fl_weight *, const fl_acts *, int, int, int, scratch_space *, float (*)[FL_STRIP]) =
         up ? sums[up->layout] : NULL;
     int step = rows_per_block(a);
+    c->to = to, c->plain = 0;
 #if FL_LANES == 16
     const int many = rows_of_many(w, up, a);
     if (many) step = many, w_sums = up_sums = many_sums;
+#ifndef FL_AMX
+    c->plain = many && !up && !to->bias && !to->codes && to->act == FL_ACT_NONE;
+#endif
     if (a->kind == FL_KIND_BF16) step = FL_NAME(fl_bf16_rows)(a->K), w_sums = up_sums = bf16_sums;
 #ifdef FL_AMX
     FL_NAME(fl_tiles_begin)(c->panels);
@@ -635,19 +667,21 @@ static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, co
     for (int row0 = 0; row0 < a->rows; row0 += step) {
         const int rows = a->rows - row0 < step ? a->rows - row0 : step;
 #if FL_LANES == 16
-        c->made_for = -1, c->to = to;
+        c->made_for = -1;
 #endif
         for (int s = strip0; s < strip1; s++) {
             w_sums(w, a, row0, rows, s, c, c->acc);
+            if (c->plain && is_full(w, s)) continue;
             add_bias(to->bias, rows, s, w->N, c->acc);
             if (up) {
                 up_sums(up, a, row0, rows, s, c, c->up);
                 add_bias(to->up_bias, rows, s, w->N, c->up);
             }
             if (to->act != FL_ACT_NONE) {
-                const fl_view gate = {(char *)c->acc, rows, FL_STRIP, 0, 1, FL_STRIP, FL_DT_F32};
-                const fl_view other = {(char *)c->up, rows, FL_STRIP, 0, 1, FL_STRIP, FL_DT_F32};
-                FL_NAME(fl_act_mul)(to->act, &gate, up ? &other : NULL, &gate, 0, rows, 0, FL_STRIP);
+                /* as one long row: rows of two vectors each would take twice the time */
+                const fl_view gate = {(char *)c->acc, 1, 0, 0, 1, rows * FL_STRIP, FL_DT_F32};
+                const fl_view other = {(char *)c->up, 1, 0, 0, 1, rows * FL_STRIP, FL_DT_F32};
+                FL_NAME(fl_act_mul)(to->act, &gate, up ? &other : NULL, &gate, 0, 1, 0, rows * FL_STRIP);
             }
             store_strip(to, row0, rows, s, w->N, c->acc);
         }

@@ -13,16 +13,22 @@ enum { ROW_STEP = PANEL_ROWS };
 #endif
 
 #ifndef FL_AMX
-/* Rows of a block, of `rows` in all, whose panels fit: a multiple of PANEL_ROWS, or 0 if not even one panel does. */
+/* Where the sums of rows go that nothing else is done with: y = sums, or add + sums. ld in floats; add: NULL, or maybe y. */
+typedef struct {
+    float *y;
+    const float *add;
+    size_t ldy, ldadd;
+} panel_rows;
+/* Rows of a block, of `rows` in all, whose panels fit, or 0 if not even one panel does. */
 int FL_NAME(fl_block_rows)(const fl_layout *L, int rows, int K);
 /* Whether panels that were made for one layout serve the other. */
 int FL_NAME(fl_same_panels)(const fl_layout *one, const fl_layout *other);
 /* Rows [row0, row0 + rows) of a, for weights of this layout, to panels [PANEL_BYTES]. */
 void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels);
-/* acc[r] = sums of these rows of one strip; acc has a whole number of panels. target: where row 0 will be written, ldt bytes from one row
- * to the next: asked for while the last sums are made. NULL: nowhere. */
+/* acc[r] = sums of these rows of one strip. target: where row 0 will be written, ldt bytes from one row to the next: asked for while the
+ * last sums are made. NULL: nowhere. to: the sums go there instead of to acc; NULL: to acc. */
 void FL_NAME(fl_sum_panels)(const fl_weight *w, int rows, int strip, const uint8_t *panels, chunk *c, float (*acc)[FL_STRIP],
-                            const char *target, size_t ldt);
+                            const char *target, size_t ldt, const panel_rows *to);
 #else
 /* Before the first and after the last of the functions below; space [PANEL_BYTES] is theirs between. */
 void FL_NAME(fl_tiles_begin)(void *space);

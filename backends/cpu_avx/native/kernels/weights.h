@@ -92,10 +92,9 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
         const vi both = vi_u8s(bytes);
         *sw = vf_mul(vf_load(dm + r), vf_ints(vi_and(both, vi_set1(15))));
         *mw = vf_neg(vf_mul(vf_load(dm + FL_STRIP + r), vf_ints(vi_shr(both, 4))));
-    } else {
-        float s[FL_LANES];
-        for (int i = 0; i < FL_LANES; i++) s[i] = fl_exponent_scale(head[r + i]);
-        *sw = vf_load(s);
+    } else { /* 2^(e - 128) in two factors, both of them normal */
+        const vi e = vi_u8s(head + r), half = vi_shr(e, 1), rest = vi_sub(e, half), bias = vi_set1(127 - 64);
+        *sw = vf_mul(vf_bits(vi_shl(vi_add(half, bias), 23)), vf_bits(vi_shl(vi_add(rest, bias), 23)));
     }
 }
 
@@ -108,6 +107,16 @@ FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
 FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const fl_group *g, int half, vsum acc) {
     acc = vsum_fma(vf_scaled(sum, sw, msw), g->scale, acc, L->scale == FL_SCALE_EXP);
     return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
+}
+
+/* The scales of a group, its `at`-th, into the chunk. */
+PART void unpack_scales(const fl_layout *L, const uint8_t *head, const float *dm, const uint8_t *tile, int half, int v, int at,
+                        chunk *c) {
+    const int r = FL_LANES * v;
+    vf sw, mw;
+    scales_of(L, head, dm, tile, half, v, &sw, &mw);
+    vf_store(c->sw[at] + r, sw), vf_store(c->msw[at] + r, vf_mul(sw, vf_set1(-FL_MAGIC)));
+    if (L->minimum) vf_store(c->mw[at] + r, mw);
 }
 
 /* Tiles [0, tiles) from packed memory, where a block begins, into the chunk; scales of a group where it begins. centred: codes minus
@@ -128,13 +137,7 @@ KERNEL void unpack_chunk(const fl_layout *L, const int centred, const uint8_t *p
         }
         if (t % group == 0)
             for (int half = 0; half < halves; half++)
-                for (int v = 0; v < VECTORS; v++) {
-                    vf sw, mw;
-                    const int g = t / group * halves + half, r = FL_LANES * v;
-                    scales_of(L, head, dm, tile, half, v, &sw, &mw);
-                    vf_store(c->sw[g] + r, sw), vf_store(c->msw[g] + r, vf_mul(sw, vf_set1(-FL_MAGIC))),
-                        vf_store(c->mw[g] + r, mw);
-                }
+                for (int v = 0; v < VECTORS; v++) unpack_scales(L, head, dm, tile, half, v, t / group * halves + half, c);
         tile += tile_bytes;
         if ((t + 1) % (L->block / FL_TILE_K) == 0) head = tile, tile += L->head;
     }
