@@ -154,7 +154,7 @@ def _import_error(error: ImportError) -> FastLLMError:
     text = str(error)
     if any(words in text for words in ("failed to map segment", "annot allocate memory", "cannot create")):
         return errors.OutOfMemory("there is not enough memory to load a library", why=text, fix="raise the limit of address space (ulimit -v), or free memory")
-    return errors.FastLLMError("a library of fastllm does not load", who=error.name or "", why=text, fix="install it again: pip install --force-reinstall fastllm-engine")
+    return errors.FastLLMError("a library of fastllm does not load", who=error.name or "", why=text, fix="install it again: pip install --force-reinstall fastllm-engine, or make install in a source tree")
 
 
 def _asked(args: list[str], flag: str) -> bool:

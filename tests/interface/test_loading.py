@@ -71,7 +71,7 @@ def test_a_stage_that_fails_leaves_nothing_open(tiny_model, monkeypatch, stage, 
         with pytest.raises(Broken):
             load_model(tiny_model, LoadOptions(backend=backend))
     gc.collect()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "a thread of an earlier test may end meanwhile"
     assert maps_of(tiny_model) == 0
     assert [instance.memory().used for instance in opened] == [0] * len(opened)
 
