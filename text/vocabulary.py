@@ -315,10 +315,11 @@ def _metaspace_bpe(
         byte_ids[index] = int(match[1], 16)
     unknown = next(iter(np.flatnonzero(types == UNKNOWN).tolist()), None)
     merges = _cached_merges(pieces, ids, types, scores, cache_dir)
+    lefts, rights = (map(pieces.__getitem__, merges[:, side].tolist()) for side in (0, 1))  # half a million lists of two would keep the collector busy
     model = guarded(
         lambda: models.BPE(
             ids,
-            [(pieces[left], pieces[right]) for left, right in merges.tolist()],
+            list(zip(lefts, rights, strict=True)),
             unk_token=None if unknown is None else pieces[unknown],
             fuse_unk=True,
             byte_fallback=bool(byte_ids),
