@@ -46,21 +46,22 @@ BEGIN, END = "<!-- measured: python scripts/measure_accuracy.py --write -->\n", 
 
 
 class Model:
-    """A loaded model that gives the logits of every token of one sequence. Close it."""
+    """A loaded model that gives the logits of every token of one sequence of up to `context` tokens, a multiple of BLOCK. Close it."""
 
-    def __init__(self, files: ModelFiles, backend: str, options: dict[str, str]):
+    def __init__(self, files: ModelFiles, backend: str, options: dict[str, str], context: int = CONTEXT):
         definition = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
         registry = BackendRegistry()
         self.backend = registry.open(registry.select(backend), options)
         backends = {backend: self.backend}
-        limits = StepLimits(CONTEXT, 1, CONTEXT, CONTEXT, BLOCK, CONTEXT // BLOCK)
+        self.blocks = context // BLOCK
+        limits = StepLimits(context, 1, context, context, BLOCK, self.blocks)
         plan = make_plan(definition.graph, definition.weights, files.stored, backends, Placement.on(backend), limits, fallback="error")
         self.executor = Executor(plan, definition.weights, files.stored, backends)
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """f32 [n, V] of n ids, computed as one prompt."""
         n = len(ids)
-        rows, table = np.arange(n, dtype=np.int32), np.arange(CONTEXT // BLOCK, dtype=np.int32)[None]
+        rows, table = np.arange(n, dtype=np.int32), np.arange(self.blocks, dtype=np.int32)[None]
         start, length = np.array([0, n], np.int32), np.array([n], np.int32)
         return self.executor.run(StepBatch(np.array(ids, np.int32), rows, rows, start, length, table, rows)).logits.copy()
 
