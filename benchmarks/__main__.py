@@ -139,6 +139,20 @@ def peers(
         sink.add(results.record("peers", Path(model).name, name, {**found, **mine}, row, ours))
 
 
+@cli.command()
+@click.option("--model", default="llama1b-q4_0", show_default=True, help="SHAPE-TYPE, a file, or a name that fastllm knows.")
+@click.option("--cells", default="prefill:512,decode:0", show_default=True, help=CELLS_HELP + ".")
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each cell.")
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Merge the rows into this file.")
+def containers(model: str, cells: str, repeat: int, out: Path | None) -> None:
+    """Our engine under CPU quotas and an affinity mask, beside every number of threads set by hand (as root)."""
+    from .containers import CONTAINERS, container_rows
+
+    sink = Sink(out)
+    for found, row in container_rows(model, CONTAINERS, cells.split(","), repeat, found_threads(0)):
+        sink.add(results.record("containers", Path(model).name, "fastllm", found, row))
+
+
 def chosen(isa: str | None, kv_dtype: str | None, opt: tuple[str, ...]) -> dict[str, str]:
     """Options of our backend from the command line."""
     pairs = [pair.partition("=") for pair in opt]

@@ -25,7 +25,7 @@ from .engine import needs, parse
 from .environments import WORKERS, Unavailable, environment
 from .models import model_path
 
-__all__ = ["PEERS", "Peer", "Process", "WorkerError", "peer_rows"]
+__all__ = ["OURS", "PEERS", "Peer", "Process", "WorkerError", "asked", "peer_rows", "speed"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,12 @@ class Process:
 
     patience_s = 220.0
 
-    def __init__(self, python: str | Path, script: Path, log: Path | None = None):
+    def __init__(self, python: str | Path, script: Path, log: Path | None = None, prefix: Sequence[str] = ()):
+        """prefix: a command in front, which becomes the worker (`taskset -c 0`)."""
         self._log = log.open("wb") if log else None
         # a folder of this repository in front of the search path would hide packages of the same name
         self._process = subprocess.Popen(
-            [os.fspath(python), os.fspath(script)],
+            [*prefix, os.fspath(python), os.fspath(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log or subprocess.DEVNULL,
@@ -186,24 +187,31 @@ def peer_rows(
 
 def compare(cell: str, ours: Process, theirs: Process, repeat: int) -> tuple[Row, Spread | None]:
     """One cell of both in turns: (row of the peer with our ratio, our spread), or why the peer has none. Raises WorkerError if ours fails."""
-    name, size = parse(cell)
-    params: dict[str, dict[str, int]] = {"prefill": {"tokens": size}, "decode": {"context": size, "tokens": 24}, "batch": {"streams": size, "tokens": 24}}
-    if name not in params:
-        raise UsageError(f"peers have no cell '{cell}'; there are prefill:N, decode:N, batch:N")
-
-    def speed(process: Process) -> float:
-        value = float(process.call(name, **params[name]))
-        return value if name == "batch" else (size if name == "prefill" else 1) / value
-
+    name, params = asked(cell)
     mine, others = [], []
     for turn in range(repeat + 1):  # the first is to warm up
-        own = speed(ours)
+        own = speed(ours, name, params)
         try:
-            other = speed(theirs)
+            other = speed(theirs, name, params)
         except WorkerError as error:
-            return Row(name, params[name], reason=str(error)), None
+            return Row(name, params, reason=str(error)), None
         if turn:
             mine.append(own)
             others.append(other)
     ratio = Spread.of(a / b for a, b in zip(mine, others, strict=True))
-    return Row(name, params[name], "tok/s", Spread.of(others), ratio=ratio, limit_of="fastllm / this engine"), Spread.of(mine)
+    return Row(name, params, "tok/s", Spread.of(others), ratio=ratio, limit_of="fastllm / this engine"), Spread.of(mine)
+
+
+def asked(cell: str) -> tuple[str, dict[str, int]]:
+    """What a worker is asked for, and with what. Raises UsageError for a cell that workers do not measure."""
+    name, size = parse(cell)
+    params: dict[str, dict[str, int]] = {"prefill": {"tokens": size}, "decode": {"context": size, "tokens": 24}, "batch": {"streams": size, "tokens": 24}}
+    if name not in params:
+        raise UsageError(f"workers have no cell '{cell}'; there are prefill:N, decode:N, batch:N")
+    return name, params[name]
+
+
+def speed(process: Process, name: str, params: Mapping[str, int]) -> float:
+    """Tokens per second. Raises WorkerError."""
+    value = float(process.call(name, **params))
+    return value if name == "batch" else (params["tokens"] if name == "prefill" else 1) / value

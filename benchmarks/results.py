@@ -2,7 +2,7 @@
 
 A file is {"schema": 1, "machine": {…}, "rows": [record, …]}. A record is a `fastllm.bench.Row` and who it belongs to:
 
-    suite    limits | engine | peers            model    name or file of the model
+    suite    limits | engine | peers | containers   model    name or file of the model
     engine   fastllm | llama.cpp | …            options  {"threads": 2, "isa": "avx512", …}: what was set or found
     ours     spread of fastllm, measured in turns with `value` (peers only); `ratio` is then ours / theirs
     commit, when                                the version that was measured and the time

@@ -16,7 +16,7 @@ from fastllm.loading import LoadOptions, load_model
 class Ours(Worker):
     """One loaded model."""
 
-    def load(self, path: str, threads: int, context: int, streams: int, options: dict[str, Any]) -> dict[str, str]:
+    def load(self, path: str, threads: int, context: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
         """Loads with room for the longest context once, and a little for every other stream."""
         from importlib.metadata import version
 
@@ -29,7 +29,8 @@ class Ours(Worker):
             LoadOptions(threads=threads, ctx=longest, max_batch_size=streams, kv_cache_tokens=room, backend_options=chosen, offline=True, **named),
         )
         self.bench = Bench(loaded)
-        return {"version": version("fastllm-engine"), "build": getattr(self.bench.backend, "isa", "")}
+        found = {name: getattr(self.bench.backend, name, "") for name in ("isa", "threads")}
+        return {"version": version("fastllm-engine"), "build": found["isa"], "threads": found["threads"]}
 
     def prefill(self, tokens: int) -> float:
         """Seconds from submitting a prompt to its first token."""
