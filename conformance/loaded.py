@@ -94,9 +94,15 @@ class Loaded:
         """Every weight of the graph, f64."""
         found = {}
         for value in self.plan.graph.of_kind("weight"):
-            host = self.definition.weights[value.name].resolve(self.tensors, value.name, tuple(int(d) for d in value.shape))
+            host = self._reference(value.name).resolve(self.tensors, value.name, tuple(int(d) for d in value.shape))
             found[value.name] = host.decode().astype(np.float64)
         return found
+
+    def _reference(self, name: str) -> Any:
+        """Where a weight of the plan comes from: "stack[3]" is a matrix of a stack, in a plan whose experts are core ops."""
+        stack, _, index = name.rpartition("[")
+        known = self.definition.weights
+        return known[name] if name in known else known[stack].matrix(int(index[:-1]))
 
     def leaving(self) -> list[str]:
         """Ops of a decode step that the device does not run itself: on another backend, or inherited from ref."""
