@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
+from ..errors import one_line
+
 __all__ = ["ASK_S", "CONTAIN", "Answer", "ChildProbe", "ask_children", "located", "probe_in_child"]
 
 ASK_S: Final = 5.0
@@ -176,7 +178,10 @@ class _Child:
             return ChildProbe(self.name, "answered", state, str(state.get("reason", "")), noise, stage)
         if not exited:
             return ChildProbe(self.name, "hung", {}, _with_place(f"no answer within {self.timeout_s:g} s", noise), noise, stage)
-        return ChildProbe(self.name, "crashed", {}, _with_place(_ended(self.process.returncode), noise), noise, stage)
+        ended = _ended(self.process.returncode)
+        if self.process.returncode > 0 and noise:  # Python's own last word is the error
+            ended += f": {one_line(noise.splitlines()[-1][:300])}"
+        return ChildProbe(self.name, "crashed", {}, _with_place(ended, noise), noise, stage)
 
     def _hear_answer(self) -> None:
         self._hear(self.process.stdout, self.answer)

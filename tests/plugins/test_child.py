@@ -27,6 +27,7 @@ def test_a_child_answers_with_the_state_and_what_it_prints_does_not_spoil_it(sit
         ("import ctypes; ctypes.string_at(0)", "the process died of SIGSEGV"),
         ("import os; os.abort()", "the process died of SIGABRT"),
         ("import os; os._exit(9)", "the process ended with status 9 before it answered"),
+        ("import os; os.write(2, b'more\\nno firmware\\x1b[2J\\n'); os._exit(1)", "the process ended with status 1 before it answered: no firmware\\x1b[2J"),
     ],
 )
 def test_a_crash_is_a_line_with_its_place(site, env, plugin, body, detail):
