@@ -180,10 +180,14 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Nothing may follow."""
+        if self._coming:
+            self._wait()  # the library's matcher is not for two threads
         return bool(self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
         """Tokens that must come next, whatever the model says."""
+        if self._coming:
+            self._wait()
         return list(self._matcher.compute_ff_tokens())
 
     def _compute(self) -> None:

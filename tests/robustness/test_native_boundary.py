@@ -200,7 +200,7 @@ import fastllm.backends.cpu_avx.backend, fastllm.backends.ref.backend, fastllm.c
 from fastllm import LLM, SamplingParams
 from fastllm.core.errors import FastLLMError
 LLM(sys.argv[1], backend="cpu_avx", threads=1).close()
-for pages in range(512, 8192, 384):
+for pages in range(512, 49152, 2048):  # 128 MiB are kept free
     child = os.fork()
     if child == 0:
         now = int(open("/proc/self/statm").read().split()[0])

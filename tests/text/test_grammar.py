@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
-from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, Worker
+from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, Matcher, Worker
 from tests.interface.conftest import byte_tokenizer
 
 VOCAB = 300  # more rows than the tokenizer has pieces
@@ -351,3 +351,56 @@ def test_a_mask_that_nobody_computes_ahead_is_computed_when_it_is_wanted(compile
         token = allowed(matcher.mask())[0]
         assert not matcher.accept(token)
     assert matcher.mask().any()
+
+
+class Slow:
+    """Of the library's matcher what ours calls; as there, nothing may be asked while a mask is computed."""
+
+    def __init__(self):
+        self.begun, self.go, self.busy = threading.Event(), threading.Event(), False
+
+    def unsafe_compute_mask_ptr(self, address, size):
+        self.busy = True
+        self.begun.set()
+        assert self.go.wait(30)
+        self.busy = False
+
+    def _ask(self, answer):
+        if self.busy:
+            raise RuntimeError("Already mutably borrowed")
+        return answer
+
+    def is_error(self):
+        return False
+
+    def is_stopped(self):
+        return self._ask(False)
+
+    def compute_ff_tokens(self):
+        return self._ask([7])
+
+    def consume_token(self, token_id):
+        return self._ask(True)
+
+    def try_consume_tokens(self, token_ids):
+        return self._ask(len(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda m: m.complete, False),
+        (lambda m: m.forced(), [7]),
+        (lambda m: m.accept(3), False),
+        (lambda m: m.feed([3, 4]), True),
+        (lambda m: m.mask().tolist(), [0]),
+    ],
+    ids=["complete", "forced", "accept", "feed", "mask"],
+)
+def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(ask, answer):
+    library = Slow()
+    matcher = Matcher(library, 1, 1, Worker())
+    matcher.ahead()
+    assert library.begun.wait(30)
+    threading.Timer(0.05, library.go.set).start()
+    assert ask(matcher) == answer
