@@ -20,7 +20,8 @@ import numpy as np
 from .core.errors import ModelFileError, UsageError
 from .core.quant import FORMATS
 from .core.weights import HostTensor, PackedLayout, TensorSource, WeightRef
-from .loading import close_all, say_note
+from .load_options import say_choice, say_note
+from .loading import close_all
 from .packed import Unpacker
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ def convert_model(
     from .core.plugins import BackendRegistry
 
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
-    for line in registry.messages:
-        say_note(line, options, "the choice of backends")
+    say_choice(registry.messages, registry.remarks, options)
     definition = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -13,7 +13,7 @@ from .core.graph import KV_DTYPES
 from .core.placement import FALLBACK_POLICIES
 from .core.scheduler import POLICIES
 
-__all__ = ["LoadOptions", "say_note"]
+__all__ = ["LoadOptions", "say_choice", "say_note"]
 
 COMPUTE_DTYPES = ("f32",)
 """What activations can be kept in; backends round them by themselves as they are fastest."""
@@ -152,3 +152,12 @@ def say_note(line: str, options: LoadOptions, who: str, fix: str = "run without 
     if options.strict:
         raise UsageError(f"--strict: {line}", who=who, fix=fix)
     options.message(line)
+
+
+def say_choice(messages: Iterable[str], remarks: Container[str], options: LoadOptions) -> None:
+    """Tells what a `BackendRegistry` has to say. `strict` refuses no remark: another package's fault, or a slow machine, changes nothing."""
+    for line in messages:
+        if line in remarks:
+            options.message(line)
+        else:
+            say_note(line, options, "the choice of backends")

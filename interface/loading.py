@@ -33,7 +33,7 @@ from .core.errors import (
 from .core.graph import KVSpec, SlotSpec, with_kv_dtype
 from .core.placement import Placement
 from .core.planner import Plan, StepLimits, make_plan
-from .load_options import LoadOptions, say_note
+from .load_options import LoadOptions, say_choice, say_note
 from .opening import open_checked
 from .packed import Unpacker, repacked_note
 
@@ -170,8 +170,7 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     options.check()
     registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
     selection = registry.select(options.backend, options.backend_origin)
-    for line in registry.messages:
-        say_note(line, options, "the choice of backends")
+    say_choice(registry.messages, registry.remarks, options)
     files = open_files(model, options)
     backends: dict[str, Backend] = {}
     unpacker = Unpacker(files, backends, registry)

@@ -48,9 +48,10 @@ class Entry:
 
 
 def collect(
-    candidates: list[Candidate], config: PluginsConfig, env: Mapping[str, str], say: Callable[[str], None]
+    candidates: list[Candidate], config: PluginsConfig, env: Mapping[str, str], say: Callable[[str], None], remark: Callable[[str], None]
 ) -> dict[str, Entry]:
-    """Backend name -> entry, with filters and overrides applied. say: gets lines about settings that cannot be followed."""
+    """Backend name -> entry, with filters and overrides applied. say: gets lines about settings that cannot be followed;
+    remark: lines about what another package does wrong."""
     claims: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         claims.setdefault(candidate.name, []).append(candidate)
@@ -59,18 +60,18 @@ def collect(
         if not NAME_PATTERN.fullmatch(entry.name):
             entry.blocked = broken(entry.candidate, "load", f"'{entry.name}' is not a backend name ([a-z][a-z0-9_]{{1,31}})")
         elif len(entry.candidates) > 1:
-            _settle(entry, config, say)
+            _settle(entry, config, remark)
     _filter(entries, config, env, say)
     return entries
 
 
-def _settle(entry: Entry, config: PluginsConfig, say: Callable[[str], None]) -> None:
+def _settle(entry: Entry, config: PluginsConfig, remark: Callable[[str], None]) -> None:
     """A name that several claim: the override's choice, or nobody's. `ref` stays the built-in one."""
     override = config.get("override", entry.name)
     if entry.name == BASE:
         kept = [c for c in entry.candidates if c.source.builtin]
         others = ", ".join(c.source.label for c in entry.candidates if not c.source.builtin)
-        say(f"'{BASE}' is the built-in fallback and cannot be replaced; ignored: {others}")
+        remark(f"'{BASE}' is the built-in fallback and cannot be replaced; ignored: {others}")
     else:
         kept = [c for c in entry.candidates if override and c.source.distribution == override.value]
     if len(kept) == 1:

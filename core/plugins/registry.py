@@ -57,6 +57,8 @@ class BackendRegistry:
 
     plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, asked for their names at once. env: the
     environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, without a prefix, which the caller prints.
+    remarks: those of them by which nothing is done differently from what was asked: how long somebody took, and faults that are for another
+    package's author to mend.
 
     Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
     """
@@ -69,17 +71,18 @@ class BackendRegistry:
         strict: bool = False,
     ):
         self.messages: list[str] = []
+        self.remarks: set[str] = set()
         self.config: PluginsConfig = load_config(env, plugins_file)
         self._env, self._strict = env, strict
         self._guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
         setting = self.config.get("plugins", "in_process")
         seen = self._guard.reraise or self._guard.trace  # authors want to see their own traceback, and the calls
-        self._contained = Contained(None if seen else setting.value if setting else (), located(plugins_file, plugin_paths), env, self._say)
+        self._contained = Contained(None if seen else setting.value if setting else (), located(plugins_file, plugin_paths), env, self._remark)
         self._plugins: dict[tuple[str, str], Plugin | FastLLMError] = {}
-        candidates = discover(self._say)
+        candidates = discover(self._remark)
         for path in plugin_paths:
             candidates += self._load_file(Path(path))
-        self._entries = collect(candidates, self.config, env, self._say)
+        self._entries = collect(candidates, self.config, env, self._say, self._remark)
         if not any(c.source.builtin for c in candidates):
             self._say(
                 f"the built-in backends are not known: {DISTRIBUTION} is not installed, only its source tree is "
@@ -297,7 +300,7 @@ class BackendRegistry:
             raise broken(candidate, "load", f"fastllm_backends() does not list '{entry.name}'; it lists {names}")
         check_spec(candidate, spec)
         for other in sorted(set(plugin.specs) - {c.name for e in self._entries.values() for c in e.candidates}):
-            self._say(f"{candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
+            self._remark(f"{candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
         return spec
 
     def _plugin(self, candidate: Candidate) -> Plugin:
@@ -386,7 +389,7 @@ class BackendRegistry:
             self._tell(skipped, -negative, name)
             for slow in (e for e in there if e.import_s + e.probe_s > PROBE_S):
                 took = f"backend '{slow.name}' took {slow.import_s + slow.probe_s:.1f} s to answer, and every automatic choice waits for it"
-                self._say(f"{took}; skip it: FASTLLM_DISABLE_PLUGINS={slow.name}")
+                self._remark(f"{took}; skip it: FASTLLM_DISABLE_PLUGINS={slow.name}")
             return Selection(name, ready.devices[0].id, self._load(entry), "auto")
         raise BackendUnavailable(
             "no backend can be used",
@@ -422,6 +425,12 @@ class BackendRegistry:
     def _say(self, line: str) -> None:
         if line not in self.messages:
             self.messages.append(line)
+
+    def _remark(self, line: str) -> None:
+        """A line that `strict` has nothing to refuse in."""
+        if line not in self.messages:
+            self.messages.append(line)
+            self.remarks.add(line)
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

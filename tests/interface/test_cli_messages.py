@@ -6,6 +6,7 @@ import ast
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -101,7 +102,7 @@ def test_an_empty_backend_is_no_choice_in_python_either(tiny_model):
 # notes -----------------------------------------------------------------------------------------------------------------
 
 LINES = {
-    "load_options.py": 1,  # say_note itself
+    "load_options.py": 2,  # say_note itself; remarks about backends, by which nothing is done differently
     "loading.py": 3,  # ops on another device: with --strict the policy of fallback is `error`, unless one was chosen
     "opening.py": 1,  # a backend set aside: --strict raises before
 }
@@ -164,6 +165,17 @@ def test_names_of_backends_that_are_not_there_are_a_note_and_refused_by_strict(r
     assert "which is not installed" in run("run", tiny_model, *FAST).err
     assert run("run", tiny_model, *FAST, "--strict").code == 2
     assert run("convert", tiny_model, "-o", "/tmp/never.flm", "--no-pack", "--strict").code == 2
+
+
+def test_remarks_about_the_plug_ins_of_others_are_told_and_not_refused_by_strict(run, tiny_model, tmp_path, monkeypatch):
+    damaged = tmp_path / "site" / "strange-1.dist-info"
+    damaged.mkdir(parents=True)
+    (damaged / "entry_points.txt").write_text("[fastllm.backends]\nstrange = strange\n")
+    (damaged / "METADATA").write_text("Version: 1\n")
+    monkeypatch.setattr("sys.path", [*sys.path, str(damaged.parent)])
+    for command in (("run", tiny_model, *FAST), ("convert", tiny_model, "-o", tmp_path / "a.flm", "--no-pack")):
+        done = run(*command, "--strict")
+        assert (done.code, "strange-1.dist-info cannot be read" in done.err) == (0, True), done.err
 
 
 def test_a_context_that_memory_cuts_is_a_note_and_refused_by_strict(run, tiny_model, monkeypatch):

@@ -160,6 +160,7 @@ def test_nothing_hides_ref_and_an_allow_list_spares_built_ins(site, env, plugin,
 def test_a_variable_that_names_nothing_installed_is_said(env):
     registry = BackendRegistry(env={**env, "FASTLLM_PLUGINS": "acme_npu"})
     assert registry.messages == ["FASTLLM_PLUGINS names 'acme_npu', which is not installed; known: " + ", ".join(sorted(BUILT_IN))]
+    assert registry.remarks == set()
 
 
 def test_two_distributions_with_one_name_are_both_quarantined_until_an_override(site, env, plugin, toml):
@@ -196,7 +197,8 @@ def test_shadowing_a_built_in_quarantines_both_but_never_ref(site, env, plugin):
     assert registry.state("cpu_avx").state == "broken"
     assert registry.state("ref").distribution == "fastllm-engine"
     assert registry.select().name == "ref"
-    assert any("ignored: ref-thief" in line for line in registry.messages)
+    assert any("ignored: ref-thief" in line for line in registry.remarks)
+    assert not any("'cpu_avx'" in line for line in registry.remarks), "what auto skips is no remark"
 
 
 def test_a_backend_without_an_entry_point_is_not_used_and_said(site, env, plugin):
@@ -206,6 +208,7 @@ def test_a_backend_without_an_entry_point_is_not_used_and_said(site, env, plugin
     registry.select("acme_npu")
     assert "stowaway" not in registry.names()
     assert any("'stowaway' without an entry point" in line for line in registry.messages)
+    assert set(registry.messages) == registry.remarks
 
 
 def test_options_are_parsed_by_type_and_the_flag_beats_the_file(site, env, plugin, toml):
