@@ -76,22 +76,22 @@ def open_checked(
 
 
 def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> None:
-    """Opens and tests a backend in a child process, once for the files that it is made of. What the child finds wrong is found again here, with
+    """Opens and tests a backend in a child process, until it passed once with the files that it is made of. What the child finds wrong is found again here, with
     its numbers. Raises BackendBroken for a crash or a hang."""
     if not registry.in_child(selection.name):
         return
     key, place = _key(registry, selection, options, trial=True), _place()
     if place is not None and key in _known(place):
         return
-    self_test_in_child(registry, str(selection), options)
-    if place is not None:
+    step, _ = self_test_in_child(registry, str(selection), options)
+    if place is not None and not step:  # what did not open today may crash when it does
         _remember(place, key, f"{selection} in a child")
 
 
 def self_test_in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> tuple[str, str]:
     """Opens NAME[:DEVICE] in a child process and tests it: ("", "") if it is right, ("open", why it does not open), ("self-test", what is wrong), or
     ("not tested", why). Raises BackendBroken for a crash or a hang."""
-    pairs = [part for key_value in options.items() for part in ("--option", *key_value)]
+    pairs = [f"--option={key}={value}" for key, value in options.items()]  # one argument each: a value may begin with "-"
     said = registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S)
     return str(said.get("step", "")), str(said.get("text", ""))
 
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=TRIAL_S)
     parser.add_argument("--plugins-file")
     parser.add_argument("--plugin", action="append", default=[])
-    parser.add_argument("--option", nargs=2, action="append", default=[])
+    parser.add_argument("--option", action="append", default=[])
     parser.add_argument("name")
     asked = parser.parse_args()
     answer = Answer(asked.timeout)
@@ -192,7 +192,7 @@ def main() -> None:
     try:
         registry = BackendRegistry(asked.plugins_file, asked.plugin)
         answer.stage("open")
-        backend = registry.open(asked.name, dict(asked.option))
+        backend = registry.open(asked.name, dict(pair.split("=", 1) for pair in asked.option))
         answer.stage("compute")
         wrong = self_check(backend)
         said = {"step": "self-test", "text": wrong} if wrong else {}

@@ -124,6 +124,25 @@ def test_a_backend_that_auto_chose_and_that_cannot_be_opened_is_set_aside(run, t
     assert run(*command, "--strict").code == run(*command, "--backend", "wrong").code == 3
 
 
+@pytest.mark.parametrize("fault", ["    raise RuntimeError('no firmware')", "    return Wrong()", None])
+def test_only_a_trial_that_passed_is_remembered(run, tiny_model, wrong, tmp_path, fault):
+    path = wrong("linear", 1.0 if fault is None else 1.5)
+    path.write_text(path.read_text().replace("    return Wrong()", fault or "    return Wrong()"))
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--backend", "wrong")
+    place = tmp_path / "home" / "self-tests.json"
+    known = list(json.loads(place.read_text()).values()) if place.exists() else []
+    assert (done.code, "wrong:0 in a child" in known) == ((0, True) if fault is None else (3, False)), done.err
+
+
+@pytest.mark.parametrize("value", ["-cl-mad-enable", "--", "a=b"])
+def test_a_trial_gets_the_options_as_they_were_given(run, tiny_model, wrong, value):
+    path = wrong("linear", 1.0)
+    text = path.read_text().replace("Ready, RefBackend", "Option, Ready, RefBackend").replace("priority=95", "priority=95, options={'flags': Option(str, '', help='x')}")
+    path.write_text(text.replace("    return Wrong()", f"    assert options['flags'] == {value!r}\n    return Wrong()"))
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--backend", "wrong", "--backend-opt", f"flags={value}")
+    assert done.code == 0, done.err
+
+
 def test_what_cannot_be_judged_is_not_held_against_a_backend():
     for options in ({"memory": "4096"}, {"without": "linear"}):
         backend, _ = open_backend("fake", options)
