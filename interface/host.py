@@ -76,7 +76,7 @@ def plugin_folder(module: str) -> Path | None:
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
         found = next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, path)) is not None), None)
-        if found is None:
+        if found is None or (path is None and name != part):  # nothing is below a module that is no package
             return None
         path = found.submodule_search_locations
     return Path(found.origin).parent if found is not None and found.origin else None

@@ -84,6 +84,7 @@ def test_a_command_that_names_another_backend_asks_no_stranger(site, contained, 
     assert registry.select("ref").name == "ref"
     assert registry.open("ref") is not None
     assert plugin_folder("fastllm_backend_acme.plugin") == site.folder / "fastllm_backend_acme"
+    assert plugin_folder("fastllm_backend_acme.plugin.os") is None, "a module holds no module, and os is another's"
     assert not touched.exists()
 
 
@@ -163,6 +164,7 @@ def test_a_slow_answer_is_said_by_the_automatic_choice(site, contained, plugin):
     registry = BackendRegistry(env=contained)
     assert registry.select("auto").name == "ref"
     assert any("backend 'slow' took 1." in line and "FASTLLM_DISABLE_PLUGINS=slow" in line for line in registry.messages)
+    assert registry.remarks == {line for line in registry.messages if "'slow' took" in line}
 
 
 @pytest.mark.usefixtures("patient")
