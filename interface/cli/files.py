@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,32 @@ MAX_BYTES = 16 << 20  # of a text that an option names
 
 
 def read_text(option: str, path: Path, limit: int = MAX_BYTES) -> str:
-    """The text of the file that an option names. Raises UsageError for one that is not there, no regular file, too large, or not in UTF-8."""
+    """The text of the file or pipe that an option names. Raises UsageError for one that is not there, a folder, a device, too large, or not
+    in UTF-8, and for a pipe that nothing comes out of."""
     again = f"name another file with {option}"
     try:
-        if not path.is_file() and path.exists():
-            raise UsageError(f"{option} {path} is no regular file", who=option, fix=again)
-        size = path.stat().st_size
-        if size > limit:
-            raise UsageError(f"{option} {path} has {size:,} bytes; the limit is {limit:,}", who=option, fix=again)
-        return path.read_bytes().decode("utf-8")
+        data = _bytes(option, path, limit, again)
+        if len(data) > limit:
+            raise UsageError(f"{option} {path} has more than {limit:,} bytes", who=option, fix=again)
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {path} is not text in UTF-8: byte {error.start}", who=option, fix=f"save it as UTF-8, or {again}") from None
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}", who=option, fix=f"check the path, or {again}") from None
+
+
+def _bytes(option: str, path: Path, limit: int, again: str) -> bytes:
+    """At most limit + 1 bytes. A pipe is opened without waiting: one that nobody has opened for writing ends at once instead of never."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise UsageError(f"{option} {path} is {kind}, no file", who=option, fix=again)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        os.set_blocking(stream.fileno(), True)
+        data = stream.read(limit + 1)
+    if not data and stat.S_ISFIFO(mode):
+        raise UsageError(f"{option} {path} is a pipe, and nothing came out of it", who=option, fix=f"start first what writes to it, or {again}")
+    return data
 
 
 def read_json(option: str, path: Path) -> Any:

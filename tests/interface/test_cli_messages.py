@@ -6,7 +6,9 @@ import ast
 import errno
 import json
 import os
+import select
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -471,13 +473,51 @@ def test_a_json_file_that_is_no_configuration_is_told(run, tmp_path, text):
 def test_files_of_one_answer_are_wrong_options_with_a_way_out(run, tiny_model, tmp_path):
     (tmp_path / "open").write_text("{")
     (tmp_path / "raw").write_bytes(b"\xff")
-    os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: waiting for that would be for ever
     for option in ("--json-schema", "--tools", "--grammar"):
-        for name in ("open", "raw", "absent", "fifo"):
+        for name in ("open", "raw", "absent", "fifo", "/dev/zero"):
             done = run("run", tiny_model, *FAST, option, tmp_path / name)
             assert (done.code, option in done.err, "fix: " in done.err) == (2, True, True), done.err
             assert "codec" not in done.err
             assert "--help" not in done.err
+
+
+def piped(text: str) -> tuple[str, int]:
+    """The name of a pipe with a text in it, as `<(…)` of a shell gives it, and the end to read from, to be closed."""
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    return f"/dev/fd/{reading}", reading
+
+
+def test_a_pipe_in_the_place_of_a_file_is_read(run, tiny_model):
+    for option, text in (
+        ("--json-schema", '{"type": "boolean"}'),
+        ("--grammar", 'start: "a"'),
+        ("--config", "temperature = 0"),
+    ):
+        name, reading = piped(text)
+        done = run("run", tiny_model, *FAST, option, name)
+        os.close(reading)
+        assert done.code == 0, (option, done.err)
+
+
+def test_keys_come_through_a_pipe_and_what_has_no_end_is_refused(tmp_path):
+    from fastllm.cli.files import read_text
+
+    os.mkfifo(tmp_path / "fifo")
+    thread = threading.Thread(target=(tmp_path / "fifo").write_text, args=("k" * 24,))
+    end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # so that the writer can open it
+    thread.start()
+    while not select.select([end], [], [], 1)[0]:
+        pass
+    assert read_text("--api-key-file", tmp_path / "fifo") == "k" * 24
+    os.close(end)
+    thread.join()
+    name, reading = piped("x" * 100)
+    with pytest.raises(UsageError, match="more than 99 bytes"):
+        read_text("--api-key-file", Path(name), 99)
+    os.close(reading)
 
 
 def test_a_reason_that_the_message_holds_is_not_said_twice(run, tiny_model):
