@@ -38,16 +38,23 @@ _CHAT_REFUSED: Final = (
 )
 _CHAT_TEMPLATE: Final = {"chat_template": "the template is the model's; chats may bring one to a server with --allow-request-template"}
 _STATELESS: Final = "this server stores nothing: send the whole conversation as input"
-_STORED: Final = _CHAT_TEMPLATE | {"previous_response_id": _STATELESS, "conversation": _STATELESS}
+_RESPONSES_REFUSED: Final = _CHAT_TEMPLATE | {
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "background": "",
+    "prompt": "",
+    "max_tool_calls": "",
+}
+_MESSAGES_REFUSED: Final = _CHAT_TEMPLATE | {"container": "", "mcp_servers": "", "output_format": "send output_config.format"}
 REFUSED: Final[dict[str, dict[str, str]]] = {
     "chat": _CHAT_REFUSED,
     "template": _CHAT_REFUSED,
     "input_tokens": _CHAT_REFUSED,
     "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt"},
-    "responses": _STORED | {"background": "", "prompt": "", "max_tool_calls": ""},
-    "responses_count": _STORED | {"prompt": ""},
-    "messages": _CHAT_TEMPLATE | {"container": "", "mcp_servers": "", "output_format": "send output_config.format"},
-    "count": _CHAT_TEMPLATE,
+    "responses": _RESPONSES_REFUSED,
+    "responses_count": _RESPONSES_REFUSED,
+    "messages": _MESSAGES_REFUSED,
+    "count": _MESSAGES_REFUSED,
     "cancel": {},
     "embeddings": {},
     "rerank": {},

@@ -99,8 +99,8 @@ def prepare_count(kitchen: Kitchen, raw: bytes) -> Prepared:
     words = messages_words(body)
     _thinking(kitchen, body, words)
     with _named(MESSAGES_NAMES, ready):
-        parts = render_text(kitchen, ChatBody.model_validate(words)).parts
-    return _told(ready, {"input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
+        count = chat(kitchen, ChatBody.model_validate(words), ready, count=True)
+    return _told(ready, {"input_tokens": count})
 
 
 def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
@@ -131,9 +131,8 @@ def prepare_responses_count(kitchen: Kitchen, raw: bytes) -> Prepared:
     ready = Prepared()
     body: ResponsesCountBody = check_body(kitchen, "responses_count", raw, ready)
     with _named(RESPONSES_NAMES, ready):
-        words = ChatBody.model_validate(responses_words(body))
-        parts = render_text(kitchen, words, raw=raw_tools(body)[1]).parts
-    return _told(ready, {"object": "response.input_tokens", "input_tokens": len(kitchen.tokenizer.encode_parts(parts))})
+        count = chat(kitchen, ChatBody.model_validate(responses_words(body)), ready, raw_tools(body)[1], count=True)
+    return _told(ready, {"object": "response.input_tokens", "input_tokens": count})
 
 
 # vectors ------------------------------------------------------------------------------------------------------------------
@@ -187,8 +186,8 @@ def prepare_template(kitchen: Kitchen, raw: bytes) -> Prepared:
 def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/chat/completions/input_tokens."""
     body: ChatBody = check_body(kitchen, "input_tokens", raw, ready := Prepared())
-    ids = kitchen.tokenizer.encode_parts(render_text(with_template(kitchen, body), body).parts)
-    return _told(ready, {"object": "response.input_tokens", "input_tokens": len(ids)})
+    count = chat(with_template(kitchen, body), body, ready, count=True)
+    return _told(ready, {"object": "response.input_tokens", "input_tokens": count})
 
 
 def prepare_tokenize(kitchen: Kitchen, raw: bytes) -> Prepared:

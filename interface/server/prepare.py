@@ -24,17 +24,7 @@ from .constraints import wanted_constraint
 from .schemas import MAX_PROMPTS, ChatBody, CompletionBody, Sampling
 from .tools import OutputSpec, RawTools, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
-__all__ = [
-    "Kitchen",
-    "Prepared",
-    "add_prompt",
-    "chat",
-    "encode_prompt",
-    "prepare_chat",
-    "prepare_completion",
-    "render_text",
-    "with_template",
-]
+__all__ = ["Kitchen", "Prepared", "add_prompt", "chat", "encode_prompt", "prepare_chat", "prepare_completion", "render_text", "with_template"]
 
 EFFORTS: Final[dict[str, int | None]] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None}
 """reasoning_effort -> tokens of reasoning, where the model's template has no such variable."""
@@ -191,8 +181,10 @@ def with_template(kitchen: Kitchen, body: ChatBody) -> Kitchen:
     return made
 
 
-def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None = None) -> None:
-    """Fills `ready` from a chat, which may be one of another interface in this one's words. raw: tools whose input is a text with a grammar."""
+def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None = None, *, count: bool = False) -> int:
+    """Fills `ready` from a chat, which may be one of another interface in this one's words; gives the tokens of its prompt.
+
+    raw: tools whose input is a text with a grammar. count: no answer follows, so the prompt may fill the context."""
     asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
     if asked == 0:
         raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
@@ -203,7 +195,10 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None
     use = tool_use(body, template, kitchen.tool_parser, raw)
     rendered = render_text(kitchen, body, use)
     _shape_answer(kitchen, body, use, rendered.text, ready)
-    add_prompt(kitchen, ready, kitchen.tokenizer.encode_parts(rendered.parts), asked, "messages")
+    ids = kitchen.tokenizer.encode_parts(rendered.parts)
+    if not count:
+        add_prompt(kitchen, ready, ids, asked, "messages")
+    return len(ids)
 
 
 def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, ready: Prepared) -> None:

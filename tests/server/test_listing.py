@@ -140,6 +140,34 @@ def test_what_a_response_refuses_is_not_counted(http, more, param):
 
 
 @pytest.mark.parametrize(
+    ("path", "count", "body"),
+    [
+        *(("/v1/responses", "input_tokens", {"input": "Hi", name: value}) for name, value in (("background", True), ("max_tool_calls", 1), ("prompt", {"id": "p"}))),
+        *(("/v1/messages", "count_tokens", {"messages": HI, name: value}) for name, value in (("container", "c"), ("mcp_servers", [{}]), ("output_format", {"type": "x"}))),
+        *(
+            ("/v1/chat/completions", "input_tokens", {"messages": HI, **more})
+            for more in (
+                {"guided_json": {}, "guided_regex": "a"},
+                {"max_tokens": 0},
+                {"top_logprobs": 1},
+                {"stream_options": {"include_usage": True}},
+                {"response_format": {"type": "xml"}},
+            )
+        ),
+    ],
+)
+def test_a_count_refuses_what_the_route_beside_it_refuses(http, path, count, body):
+    answer, beside = (http.post(where, json={"max_tokens": 4, **body} if where == "/v1/messages" else body) for where in (f"{path}/{count}", path))
+    assert (answer.status_code, answer.json()["error"]) == (400, beside.json()["error"])
+
+
+def test_a_prompt_that_fills_the_context_is_counted(http):
+    n_ctx = http.get("/props").json()["default_generation_settings"]["n_ctx"]
+    answer = http.post("/v1/chat/completions/input_tokens", json={"messages": [{"role": "user", "content": "a b " * n_ctx}]})
+    assert answer.json()["input_tokens"] > n_ctx
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/responses/input_tokens", {"input": "Hi", "user": "me"}),
