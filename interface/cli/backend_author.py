@@ -10,7 +10,7 @@ import click
 
 from ..core.errors import UsageError
 from .command import Command, model_argument
-from .options import load_options, model_options
+from .options import backend_origin, load_options, model_options
 
 __all__ = ["check_backend", "new_backend", "show_status"]
 
@@ -57,18 +57,21 @@ def show_status(name: str, model: str | None, steps: int, **values: Any) -> None
     from ..loading import DEFAULT_MODEL
     from .terminal import Reporter, escape_controls
 
-    if values.pop("backend") or values.pop("device"):
-        raise UsageError("no backend is named", fix="fastllm backend status NAME")
+    given = {key: values.pop(key) for key in ("backend", "device")}
+    if any(given.values()):
+        fix = f"leave it out; with a device: fastllm backend status {name.partition(':')[0]}:DEVICE"
+        raise UsageError(f"the backend is the first argument, and that is '{name}'", who=backend_origin(given), fix=fix)
     with Reporter.of(values, silent=values["as_json"]) as reporter:
         callbacks = {"progress": reporter.progress, "message": reporter.message, "licence": reporter.licence}
-        options = load_options({**values, "backend": name, "fallback": values["fallback"] or "allow", "max_batch_size": values["max_batch_size"] or 1}, **callbacks)
+        asked = {**values, "backend": name, "fallback": values["fallback"] or "allow", "max_batch_size": values["max_batch_size"] or 1}
+        options = load_options(asked, backend_origin=f"backend status {name}", **callbacks)
         status = backend_status(name.partition(":")[0], model or DEFAULT_MODEL, options, steps)
         reporter.stop()
     if values["as_json"]:
         click.echo(json.dumps(status.as_dict(), indent=1))
         return
-    asked = ", ".join(f"{dim} {low}–{high:,}" for dim, (low, high) in status.ranges.items())
-    click.echo(escape_controls(f"{name}: native {status.native} of the {status.total} kinds of op that {status.model} has ({asked})"))
+    ranges = ", ".join(f"{dim} {low}–{high:,}" for dim, (low, high) in status.ranges.items())
+    click.echo(escape_controls(f"{name}: native {status.native} of the {status.total} kinds of op that {status.model} has ({ranges})"))
     width = max(7, *(len(op.device) for op in status.ops))
     click.echo(f"{'OP':12} {'STATE':10} {'RUNS ON':{width}} {'NODES':>5} {'SHARE':>7} {'MS':>9}  AS")
     for op in status.ops:

@@ -167,6 +167,7 @@ class Command(click.Command):
             rest = self._parsed(ctx, args)
             if self._model(ctx) == given:
                 ctx.params["model"] = self._own_model(ctx)
+                ctx.meta.pop("other_model", None)  # the word in the place of MODEL was this file, and no prompt
         return rest
 
     def _model(self, ctx: click.Context) -> str | None:

@@ -15,7 +15,7 @@ from .command import config_origin, same_dashes
 from .sizes import CacheSize
 from .terminal import note
 
-__all__ = ["cache_options", "dtype_of", "file_options", "load_options", "model_options", "output_options", "parse_pairs", "sampling_options", "thinking_option", "weight_options"]
+__all__ = ["backend_origin", "cache_options", "dtype_of", "file_options", "load_options", "model_options", "output_options", "parse_pairs", "sampling_options", "thinking_option", "weight_options"]
 
 KINDS = {"cpu": "cpu_avx", "cuda": "cuda_cupy", "rocm": "rocm_hip", "hip": "rocm_hip", "opencl": "opencl_generic"}
 """What people call a device -> the backend that runs on it."""
@@ -165,7 +165,7 @@ def load_options(values: Mapping[str, Any], **extra: Any) -> Any:
     names: tuple[str, ...] = ("threads", "ctx", "kv_dtype", "fallback", "plugins_file", "plugin_paths", "offline", "strict", "lora", "cache_dir")
     names += ("no_quant_layer", "dtype_config", "moe_dtype", "allow_requantize", "verbose", "block_size", "prefill_chunk", "chat_template", "tokenizer_from")
     chosen = {name: values[name] for name in names if name in values}
-    chosen |= {"backend": _backend(values), "backend_origin": _backend_origin(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
+    chosen |= {"backend": _backend(values), "backend_origin": backend_origin(values), "dtype": dtype_of(values), "prefix_cache": values.get("prefix_cache") != "off", "verify": values.get("verify_model", False)}
     if values.get("compute_dtype") not in (None, "auto"):
         chosen["compute_dtype"] = values["compute_dtype"]
     if values.get("no_self_test"):
@@ -212,14 +212,19 @@ def _backend(values: Mapping[str, Any]) -> str | None:
     return f"{own}:{chosen}" if chosen else own
 
 
-def _backend_origin(values: Mapping[str, Any]) -> str:
-    """Who names the backend: an option as it was given, or the file that it is from."""
+def backend_origin(values: Mapping[str, Any]) -> str:
+    """Who names the backend: an option as it was given, or the variable or the file that it is from."""
     context = click.get_current_context()
     named = []
     for name in ("backend", "device"):
-        if values.get(name) is not None:
-            given = context.get_parameter_source(name) == ParameterSource.DEFAULT_MAP
-            named.append(f"{config_origin(context, name)}: {name}" if given else f"--{name} {values[name]}")
+        if (value := values.get(name)) is None:
+            continue
+        source = context.get_parameter_source(name)
+        if source == ParameterSource.ENVIRONMENT:
+            variable = next(p.envvar for p in context.command.params if p.name == name)
+            named.append(f"{variable}={value}")
+        else:
+            named.append(f"{config_origin(context, name)}: {name}" if source == ParameterSource.DEFAULT_MAP else f"--{name} {value}")
     kind = KINDS.get(same_dashes((values.get("device") or "").partition(":")[0]).lower())
     return " and ".join(named) + (f", that is --backend {kind}" if kind else "") or "--backend"
 

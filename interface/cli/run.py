@@ -110,14 +110,15 @@ def _load_named(values: dict[str, Any], model: str) -> LLM:
     except ModelNotFound as error:
         if not (hint := _meant_as_prompt(model)):
             raise
-        raise ModelNotFound(error.message, who=error.who, why=error.why, fix=hint, **error.fields) from None
+        fix = f"{error.fix}  |  {hint}" if error.fields.get("close") else hint
+        raise ModelNotFound(error.message, who=error.who, why=error.why, fix=fix, **error.fields) from None
 
 
 def _meant_as_prompt(word: str | None) -> str:
     """What to type for a word in the place of MODEL, where a file or a variable names the model; "" where it is no question."""
     context = click.get_current_context()
     other = context.meta.get("other_model")
-    if other is None or context.get_parameter_source("prompt") == ParameterSource.COMMANDLINE:
+    if other is None or context.params["prompt_argument"] is not None or context.get_parameter_source("prompt") == ParameterSource.COMMANDLINE:
         return ""
     return f"{other[1]} names the model {other[0]}, and '{word}' was typed in its place; as the prompt: --prompt '{word}'"
 

@@ -127,8 +127,11 @@ def test_status_in_words_and_its_errors(run, tiny_model):
     assert re.search(r"^fake: native 0 of the \d+ kinds of op that ", some.out)
     assert re.search(r"^linear +inherited +cpu_avx ", some.out, re.MULTILINE)  # whose times these are
     assert re.search(r": [\d.]+ ms: 0\.00 native on fake, [\d.]+ inherited on cpu_avx$", some.out, re.MULTILINE)
-    assert run("backend", "status", "nothing", tiny_model).code == 2
-    assert run("backend", "status", "fake", tiny_model, "--backend", "ref").code == 2
+    unknown = run("backend", "status", "nothing", tiny_model)
+    assert (unknown.code, "who: backend status nothing\n" in unknown.err) == (2, True), unknown.err
+    for option, value in (("--backend", "ref"), ("--device", "1")):
+        twice = run("backend", "status", "fake", tiny_model, option, value)
+        assert (twice.code, "the backend is the first argument" in twice.err, f"who: {option} {value}\n" in twice.err) == (2, True, True), twice.err
     assert run("backend", "status", "fake", "/no/such/file.gguf").code == 2
 
 

@@ -212,6 +212,26 @@ def test_a_cache_folder_in_place_of_the_users_is_a_note_and_waiting_is_none(monk
 # a word in the place of MODEL ------------------------------------------------------------------------------------------
 
 
+def test_a_file_in_the_place_of_the_model_is_no_prompt(run, tiny_model, tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'model = "{tiny_model}"\n')
+    for _ in range(2):
+        done = run("run", path, stdin="")
+        assert (done.code, "fix: --prompt TEXT" in done.err, "typed in its place" in done.err) == (2, True, False), done.err
+        monkeypatch.setenv("FASTLLM_MODEL", "other")
+    path.write_text('model = "smollm"\n')
+    done = run("run", path, "--prompt", "x")
+    assert (done.code, "fix: fastllm run smollm2\n" in done.err) == (2, True), done.err
+
+
+def test_a_misspelt_model_keeps_its_close_names(run, tiny_model, monkeypatch):
+    monkeypatch.setenv("FASTLLM_MODEL", str(tiny_model))
+    done = run("run", "gemma3-270", "hello", stdin="")
+    assert (done.code, done.err.splitlines()[-1].strip()) == (2, "fix: fastllm run gemma3-270m"), done.err
+    alone = run("run", "gemma3-270", stdin="x")
+    assert (alone.code, "fix: fastllm run gemma3-270m  |  " in alone.err, "--prompt 'gemma3-270'" in alone.err) == (2, True, True), alone.err
+
+
 def test_a_prompt_in_the_place_of_a_model_that_a_file_names_is_told(run, tiny_model, tmp_path, monkeypatch):
     path = tmp_path / "c.toml"
     path.write_text(f'model = "{tiny_model}"\n')
@@ -243,7 +263,7 @@ def test_a_file_for_a_command_that_has_few_of_its_options_is_one_line(run, tiny_
 # devices and backends --------------------------------------------------------------------------------------------------
 
 
-def test_a_backend_that_is_not_there_is_told_as_it_was_named(run, tiny_model, tmp_path):
+def test_a_backend_that_is_not_there_is_told_as_it_was_named(run, tiny_model, tmp_path, monkeypatch):
     path = tmp_path / "c.toml"
     path.write_text('backend = "nosuch"\n')
     for given, who in (
@@ -253,6 +273,9 @@ def test_a_backend_that_is_not_there_is_told_as_it_was_named(run, tiny_model, tm
     ):
         done = run("run", tiny_model, *FAST[:-2], *given)
         assert (done.code, who in done.err) == (2, True), done.err
+    monkeypatch.setenv("FASTLLM_DEVICE", "hip")
+    done = run("run", tiny_model, *FAST[:-2])
+    assert (done.code, "who: FASTLLM_DEVICE=hip, that is --backend rocm_hip\n" in done.err) == (2, True), done.err
 
 
 # files -----------------------------------------------------------------------------------------------------------------
