@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Final
+
+import llguidance
 
 __all__ = ["Alphabet", "is_whole", "unspelled"]
 
 _UTF8: Final = frozenset([*range(0xC0), *range(0xC2, 0xF5)])  # bytes that occur in UTF-8
 _TAILS: Final = frozenset(range(0x80, 0xC0))  # those that follow the first of a character
-_PLANES: Final = 0x30000  # the rest is not assigned, or for private use
+_UNFORCED: Final = '%llguidance {"no_forcing": true}\n'  # where there is one way on, the mask still comes from the tokens
+_END: Final = 1  # a mask that allows token 0 alone, the end
+_SHORT, _MAX_KNOWN = 64, 4096  # classes that are remembered: their characters, how many
 _JSON: Final = '{}[]":,-.0123456789truefalsn'  # what every JSON may need; white space, signs and exponents are optional
 _ASCII: Final = "".join(map(chr, range(32, 127)))
 _ANNOTATIONS: Final = frozenset(("title", "description", "default", "examples", "$comment", "$schema", "$id", "$anchor", "deprecated", "readOnly", "writeOnly", "x-guidance"))
 _NAMED: Final = frozenset(("properties", "dependentSchemas", "$defs", "definitions"))  # name -> schema
 _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _CODE: Final = re.compile(r"x\{([0-9A-Fa-f]+)\}|x([0-9A-Fa-f]{2})|u\{([0-9A-Fa-f]+)\}|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})")
-_PROPERTY: Final = re.compile(r"([pP])(?:\{\^?([^}]*)\}|(.))")
+_PROPERTY: Final = re.compile(r"[pP](?:\{[^}]*\}|.)")
+_SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
+_BRACKET: Final = re.compile(r"\\.|\[\^?\]?|\]", re.DOTALL)
 _QUANTIFIER: Final = re.compile(r"\{\d*,?\d*\}")
 _GROUP: Final = re.compile(r"\(\?(?:P?<\w+>|[a-zA-Z-]*:|[a-zA-Z-]*\))")
 _LARK: Final = re.compile(r'//[^\n]*|%json\s*|"((?:\\.|[^"\\\n])*)"i?|/((?:\\.|[^/\\\n])+)/[imslux]*', re.DOTALL)
@@ -42,6 +47,7 @@ class Alphabet:
         self.complete = single >= _UTF8
         self.whole = not single >= _TAILS
         self.letters: frozenset[str] = frozenset()
+        self._known: dict[str, bool] = {}  # class -> a character of it can be written
         if not self.complete:
             texts = (_text(raw) for raw in spelled if len(raw) <= 4)
             self.letters = frozenset(text for text in texts if len(text) == 1)
@@ -52,21 +58,36 @@ class Alphabet:
         return letter in self.letters or (bool(self._bytes) and self._bytes.issuperset(letter.encode("utf-8", "replace")))
 
     @cached_property
-    def _all(self) -> str:
-        """Every character that can be written, of the planes that have some."""
-        return "".join(letter for letter in map(chr, range(_PLANES)) if self.has(letter)) if self._bytes else "".join(self.letters)
+    def _library(self) -> llguidance.LLTokenizer:
+        """A vocabulary of the letters, and of the bytes where each start of a character can be gone on with; its first token ends."""
+        words = _Words([b"", *sorted({*map(str.encode, self.letters), *(bytes([b]) for b in self._bytes)})])
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=[0])
 
     def has_of(self, pattern: str) -> bool:
-        """A character of this class can be written; False also for a class that Python reads otherwise."""
-        try:
-            return re.search(pattern, self._all) is not None
-        except re.error:
-            return False
+        """A character of this class (`[^a]`, `\\d`, `\\p{Han}`) can be written, as the library reads it. True also for what it cannot read alone:
+        it has read the whole."""
+        known = self._known.get(pattern)
+        if known is None:
+            part = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], pattern)
+            matcher = llguidance.LLMatcher(self._library, f"{_UNFORCED}start: /{part}/", log_level=0)
+            known = matcher.is_error() or int.from_bytes(matcher.compute_bitmask(), "little") > _END
+            if len(pattern) <= _SHORT and len(self._known) < _MAX_KNOWN:
+                self._known[pattern] = known
+        return known
 
-    def has_kind(self, name: str) -> bool:
-        """A character with this property (`Lu`, `Han`) can be written. Where bytes spell nearly everything that is not asked; else it must be a general
-        category, since Python knows no scripts."""
-        return bool(self._bytes) or any(unicodedata.category(letter).startswith(name) for letter in self.letters)
+
+class _Words:
+    """Tokens, as the library asks for them."""
+
+    bos_token_id, eos_token_id = None, 0
+    special_token_ids = (0,)
+
+    def __init__(self, tokens: list[bytes]):
+        self.tokens = tokens
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Nothing is written with these tokens, so no text is cut into them."""
+        return []
 
 
 def _text(raw: bytes) -> str:
@@ -173,10 +194,8 @@ def _of_pattern(pattern: str, alphabet: Alphabet) -> Iterator[str]:
             part = pattern[at:end]
             if code or follows in _ESCAPES:
                 written = alphabet.has(_letter(code) if code else _ESCAPES[follows])
-            elif follows in "dwsDWS":
+            elif follows in "dwsDWS" or kind:
                 written = alphabet.has_of(part)
-            elif kind:
-                written = alphabet.has_kind(kind[2] or kind[3] or "")
             else:  # anchors, and marks that stand for themselves
                 written = follows in "bBAz" or alphabet.has(follows)
             if not written:
@@ -193,16 +212,13 @@ def _of_pattern(pattern: str, alphabet: Alphabet) -> Iterator[str]:
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Where a class ends that begins here; classes may lie in each other."""
-    depth, here = 0, at
-    while here < len(pattern):
-        if pattern[here] == "\\":
-            here += 1
-        elif pattern[here] == "[":
+    """Where a class ends that begins here; classes may lie in each other. The `]` that is first in one is a letter of it."""
+    depth = 0
+    for found in _BRACKET.finditer(pattern, at):
+        if found[0].startswith("["):
             depth += 1
-        elif pattern[here] == "]" and here > at + 1:
+        elif found[0] == "]":
             depth -= 1
             if not depth:
-                return here + 1
-        here += 1
+                return found.end()
     return len(pattern)

@@ -41,6 +41,18 @@ def few_bytes():
     return Tokenizer.from_tokenizer_json(made.to_str().encode(), SETTINGS)
 
 
+def all_bytes(but=()):
+    """A token for each byte, but for these."""
+    table = dict(zip([*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173], range(256), strict=True))
+    shown = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for byte, i in table.items()}
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *(shown[b] for b in range(256) if b not in but)])}
+    made = hf.Tokenizer(hf.models.BPE(vocabulary, [], unk_token="<unk>"))
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
+    made.add_special_tokens([hf.AddedToken(s, special=True, normalized=False) for s in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer.from_tokenizer_json(made.to_str().encode(), SETTINGS)
+
+
 VOCABULARIES = {"ascii": lambda: tokenizer_with_a_blank_first("metaspace_first"), "words": letters_and_words, "few bytes": few_bytes}
 
 
@@ -71,10 +83,14 @@ def nested(inner):
     [
         ("regex", "[a-z]{100}語"),
         ("regex", r"[a-z]{100}\u8a9e"),
-        ("regex", r"[a-z]{100}\p{Han}"),
+        ("regex", r"[a-z]{100}\p{Cyrillic}"),
         ("regex", r"[a-z]{100}\n"),
         ("regex", "[a-z]{100}[語ß]"),
         ("regex", "[a-z]{100}[^ -~é日本]"),
+        ("regex", "[a-z]{100}[^]\\x00-\\x5c\\x5e-\\x7fé日本]"),
+        ("regex", r"[a-z]{100}[\p{Han}--[日本]]"),
+        ("regex", r"[a-z]{100}[\x{8a9e}]"),
+        ("regex", "[a-z]{100}[[:cntrl:]]"),
         ("choice", ["x" * 100 + "語"]),
         ("grammar", 'start: A "語"\nA: /[a-z]{100}/'),
         ("grammar", 'root ::= [a-z]{100} "\\u8a9e"'),
@@ -140,13 +156,49 @@ def test_bytes_that_spell_nearly_everything_take_no_class_away(pattern):
     alphabet = Alphabet(bytes([b]) for b in range(256) if b not in (4, 6, 0x13, 0xF1, 0xF2))
     assert not alphabet.complete
     assert unspelled(f"start: /{pattern}/", alphabet) is None
-    assert unspelled(r"start: /[\x04\x06]/", alphabet) is not None
+    for lost in (r"[\x04\x06]", r"[\x{4}]", r"[[:cntrl:]--[\x00-\x03\x05\x07-\x12\x14-\x1f\x7f-\x{9f}]]"):
+        assert unspelled(f"start: /{lost}/", alphabet) is not None
     assert unspelled(r"start: /a\x04?/", alphabet) is not None
 
 
-@pytest.mark.parametrize(("pattern", "written"), [(r"\p{L}", True), (r"\p{Nd}+", True), (r"\pN", True), (r"\p{Han}", False), (r"\p{Lt}", False)])
-def test_a_property_is_looked_up_where_letters_are_few(pattern, written):
-    assert (unspelled(f"start: /{pattern}/", Alphabet([b"a", b"1"])) is None) is written
+CLASSES_OF_THE_LIBRARY = [
+    r"[\p{L} ]", r"[\pL]", r"[^\P{L}]", "[^]]", "[]a]", "[[:alpha:]]", "[[:^cntrl:]]", "[a-z&&[^aeiou]]", "[a-z--[aeiou]]", "[a-z~~[a-f]]",
+    r"[\x{41}-\x{5a}]", r"[\u{41}]", "[[a-z]0-9]", "[^[a]b]", "[]a]b]", "[a-z&&[^]aeiou]]", "[[]]b]", "[/]", r"[\/]", r"\p{Latin}", r"\pL",
+]  # fmt: skip
+WAYS = {
+    "regex": lambda pattern: ("regex", f"{pattern}{{2}}"),
+    "schema": lambda pattern: ("json_schema", {"type": "string", "pattern": f"^{pattern}{{2}}$"}),
+    "names": lambda pattern: ("json_schema", {"type": "object", "patternProperties": {f"^{pattern}{{2}}$": {"type": "null"}}, "additionalProperties": False}),
+    "lark": lambda pattern: ("grammar", f"start: A\nA: /{pattern.replace('[/', '[' + chr(92) + '/')}{{2}}/"),
+}
+BYTES = {"few bytes": few_bytes, "most bytes": lambda: all_bytes((4, 6, 0x13, 0xF1, 0xF2)), "all bytes": all_bytes}
+
+
+@pytest.fixture(scope="module", params=BYTES)
+def with_bytes(request):
+    tokenizer = BYTES[request.param]()
+    return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", CLASSES_OF_THE_LIBRARY)
+def test_a_class_of_characters_is_what_the_library_reads(with_bytes, way, pattern):
+    """Sets in sets, properties, named classes, a `]` in front: Python knows none, or reads them otherwise."""
+    tokenizer, compiler = with_bytes
+    kind, source = WAYS[way](pattern)
+    assert is_whole(walk(tokenizer, getattr(compiler, kind)(source)(), 0))
+
+
+@pytest.mark.parametrize("pattern", [r"[\]a]", r"[^\]\[]", r"[\x41-\x5a]"])
+def test_so_is_one_of_gbnf(with_bytes, pattern):
+    tokenizer, compiler = with_bytes
+    assert walk(tokenizer, compiler.grammar(f'root ::= {pattern} {pattern} "."')(), 0).endswith(b".")
+
+
+@pytest.mark.parametrize(("pattern", "written"), [(r"\p{L}", True), (r"\p{Nd}+", True), (r"\pN", True), (r"\p{Latin}", True), (r"\p{Han}", True), (r"\p{Cyrillic}", False), (r"\p{Lt}", False), (r"\P{L}", True), (r"[\p{L}--[a本]]", False), ("[日本]", True), ("[日旣]", False)])
+def test_a_class_has_one_of_few_letters_or_none(pattern, written):
+    assert (unspelled(f"start: /{pattern}/", Alphabet([b"a", b"1", "本".encode()])) is None) is written
 
 
 def test_a_vocabulary_with_all_bytes_of_utf8_writes_everything():
