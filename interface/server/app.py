@@ -27,6 +27,7 @@ from ..core.errors import (
 )
 from . import info, listing, page
 from .answers import Identity, error_body, error_headers, is_fault
+from .bodies import check_ignored
 from .chat import ChatWriter
 from .completions import CompletionWriter
 from .embeddings import EmbeddingsWriter, RerankWriter, Vectors
@@ -255,6 +256,7 @@ def make_app(runtime: Runtime) -> Gate:
         check_dev()
         body = await read_body(request, settings.max_body, settings.body_pause_s)
         wanted, ignored = info.cancel_id(body)
+        check_ignored(ignored, settings.strict)
         found = [generation for generation, _ in runtime.active if generation.request_id == wanted]
         if not found:
             raise NotFound("no request of this id runs", fix="GET /v1/requests lists them")
@@ -288,11 +290,11 @@ def make_app(runtime: Runtime) -> Gate:
         return listing.entry(name, runtime.started_at, runtime.info())
 
     async def models(request: Request) -> Response:
-        if "anthropic-version" not in request.headers:
-            return JSONResponse(listing.listed([entry(name) for name in settings.names]))
-        query = request.query_params.multi_items()
+        query, pages = request.query_params.multi_items(), "anthropic-version" in request.headers
+        headers = reply_headers(Prepared(ignored=listing.ignored(query, pages=pages)))
+        if not pages:
+            return JSONResponse(listing.listed([entry(name) for name in settings.names]), headers=headers)
         names, said = listing.anthropic_page(settings.names, query)
-        headers = reply_headers(Prepared(ignored=listing.ignored(query)))
         return JSONResponse({"data": [anthropic_entry(name) for name in names], **said}, headers=headers)
 
     async def model(request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..text import ChatTemplate
     from .prepare import Kitchen, Prepared
 
-__all__ = ["REFUSED", "check_body", "explain", "parse_body"]
+__all__ = ["REFUSED", "check_body", "check_ignored", "explain", "parse_body"]
 
 PART_KEYS: Final = frozenset(
     "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
@@ -97,13 +97,18 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     except ValidationError as error:
         raise explain(error) from None
     ready.ignored += list(dict.fromkeys(_unknown(checked, kitchen.template)))
-    if kitchen.strict and ready.ignored:
-        name = ready.ignored[0]
-        raise InvalidRequest(f"--strict: {name} has no effect on this server", who=name, fix=f"leave {name} out", param=name)
+    check_ignored(ready.ignored, kitchen.strict)
     model = body.get("model")
     if kitchen.strict_model and model is not None and model not in kitchen.names:
         raise ModelNotFound(f"no model '{str(model)[:80]}' here; there is {', '.join(kitchen.names)}", param="model")
     return checked
+
+
+def check_ignored(ignored: Sequence[str], strict: bool) -> None:
+    """Raises InvalidRequest for a field that nobody reads, if the server is strict."""
+    if strict and ignored:
+        name = ignored[0]
+        raise InvalidRequest(f"--strict: {name} has no effect on this server", who=name, fix=f"leave {name} out", param=name)
 
 
 def _unknown(body: BaseModel, template: ChatTemplate | None, where: str = "") -> Iterator[str]:

@@ -90,4 +90,4 @@ def cancel_id(body: bytes) -> tuple[str, list[str]]:
         asked = CancelBody.model_validate(parse_body(body))
     except ValidationError as error:
         raise explain(error) from None
-    return asked.id, list(asked.model_extra or {})
+    return asked.id, [name for name, value in (asked.model_extra or {}).items() if value is not None]

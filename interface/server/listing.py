@@ -81,9 +81,9 @@ def anthropic_page(names: Sequence[str], query: Sequence[tuple[str, str]]) -> tu
     return page, {"has_more": more, "first_id": page[0] if page else None, "last_id": page[-1] if page else None}
 
 
-def ignored(query: Sequence[tuple[str, str]]) -> list[str]:
-    """Names of parameters that nobody reads."""
-    return [name for name in dict.fromkeys(name for name, _ in query) if name not in QUERY and name != "lifecycle"]
+def ignored(query: Sequence[tuple[str, str]], *, pages: bool) -> list[str]:
+    """Names of parameters that nobody reads. pages: Anthropic's shape; OpenAI's list is whole and takes none."""
+    return [name for name in dict.fromkeys(name for name, _ in query) if not (pages and (name in QUERY or name == "lifecycle"))]
 
 
 def _limit(given: str | None) -> int:

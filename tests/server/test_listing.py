@@ -84,6 +84,9 @@ def test_openais_list_is_whole_and_knows_no_pages(many):
 def test_what_a_list_does_not_know_is_told(many):
     answer = many.client.get("/v1/models", params={"beta": "true", "limit": 1}, headers=THEIRS)
     assert answer.headers["x-fastllm-ignored"] == "beta"
+    whole = many.client.get("/v1/models", params={"beta": "true", "limit": 1})
+    assert (len(whole.json()["data"]), whole.headers["x-fastllm-ignored"]) == (len(NAMES), "beta, limit")
+    assert "x-fastllm-ignored" not in many.client.get("/v1/models").headers
 
 
 def test_the_description_has_the_parameters_of_the_list(many):

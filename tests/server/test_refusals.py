@@ -246,10 +246,12 @@ def test_headers_that_are_too_long_are_refused(server):
 
 
 def test_strict_refuses_what_would_be_ignored_and_other_models(start):
-    server = start(strict=True, strict_model=True)
+    server = start(strict=True, strict_model=True, dev=True)
     try:
         http = server.client
         assert refused(http, TEXT, {"prompt": "a", "user": "u"})["param"] == "user"
+        assert refused(http, "/v1/cancel", {"id": "x", "why": "enough"})["param"] == "why"
+        assert refused(http, "/v1/cancel", {"id": "x", "why": None}, 404)["code"] == "not_found"
         assert refused(http, TEXT, {"prompt": "a", "model": "gpt"}, 404)["code"] == "model_not_found"
         assert http.post(TEXT, json={"prompt": "a", "model": "org/tiny", "max_tokens": 1}).json()["model"] == "tiny"
     finally:
