@@ -14,6 +14,7 @@ from typing import Any
 
 from fastllm.api import FastLLMError, UsageError, open_backend
 
+from .files import write_whole
 from .kernels import KERNELS
 from .runner import Job, run_cases
 from .session import Target
@@ -72,5 +73,5 @@ def calibrate(targets: Sequence[Target], out: Path | None, jobs: int = 2) -> dic
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             body = {"backend": name, "machine": platform.machine(), "seed": 1, "bins": measured[name]}
-            (out / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            write_whole({out / f"{name}.json": json.dumps(body, indent=1) + "\n"})
     return measured

@@ -14,6 +14,7 @@ from typing import Any
 from fastllm.api import UsageError
 
 from .case import LEVELS
+from .files import write_whole
 
 __all__ = ["FILE", "publish", "read_published", "standing_of", "summary"]
 
@@ -47,7 +48,7 @@ def publish(reports: Sequence[str | Path], target: Path) -> list[dict[str, Any]]
         found.append(summary(report))
     if len({s["backend"].partition(":")[0] for s in found}) > 1:
         raise UsageError("the reports are of several backends", fix="publish one backend at a time, into its own package")
-    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_whole({target: json.dumps(found, indent=1) + "\n"})
     return found
 
 

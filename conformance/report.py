@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape, quoteattr
 from fastllm.api import API_VERSION, OPSET
 
 from .case import CaseResult
+from .files import write_whole
 from .levels import SUITE_VERSION, Standing
 from .perf import perf_rows
 from .runner import Selection
@@ -60,9 +61,9 @@ def write_reports(report: Mapping[str, Any], folder: Path) -> list[Path]:
         "conformance.html": page(report),
         "badge.svg": badge(report),
     }
-    for name, text in forms.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in forms]
+    files = {folder / name: text for name, text in forms.items()}
+    write_whole(files)
+    return list(files)
 
 
 def _by_op(report: Mapping[str, Any]) -> list[tuple[str, dict[str, int], float, set[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from fastllm.api import UsageError
 from fastllm.cli.main import run_command
+from fastllm.conformance.calibrate import calibrate, named_target
 from fastllm.conformance.case import CaseResult
 from fastllm.conformance.levels import SUITE_VERSION, standing
 from fastllm.conformance.published import FILE, publish, read_published, standing_of
@@ -45,6 +47,44 @@ def test_a_report_becomes_a_line_of_the_package(tmp_path, capsys):
     assert standing_of(found[:1]) == ("0/14", "bronze L2")
     assert standing_of([]) == ("", "")
     assert "bronze · opset 1 · native 0/14 · L2" in (tmp_path / "r" / "badge.svg").read_text()
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """full_disk(word): a file with the word in its name is cut, and its writer gets an error."""
+    whole = Path.write_text
+
+    def fill(word):
+        def cut(path, text, *args, **kwargs):
+            whole(path, text[: len(text) // 2] if word in path.name else text, *args, **kwargs)
+            if word in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", cut)
+
+    return fill
+
+
+def test_what_a_full_disk_cuts_leaves_the_files_as_they_were(full_disk, monkeypatch, tmp_path):
+    path, out = report(tmp_path / "r"), tmp_path / "out"
+    publish([path], tmp_path / FILE)
+    monkeypatch.setattr("fastllm.conformance.calibrate.run_cases", lambda job, chosen: [])
+    calibrate([named_target("blas")], out)
+
+    def content():
+        return {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+
+    before = content()
+    assert len(before) == 7
+    for word, write in (
+        ("badge", lambda: report(tmp_path / "r", version="0.4")),
+        (FILE, lambda: publish([path], tmp_path / FILE)),
+        ("blas", lambda: calibrate([named_target("blas")], out)),
+    ):
+        full_disk(word)
+        with pytest.raises(OSError, match="No space"):
+            write()
+        assert content() == before, word
 
 
 def test_what_is_not_true_is_not_published(tmp_path):
