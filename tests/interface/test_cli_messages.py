@@ -28,7 +28,7 @@ from fastllm.core.errors import (
 )
 from fastllm.formats import cache, sources
 from fastllm.load_options import LoadOptions
-from fastllm.loading import load_model
+from fastllm.loading import load_model, resolved
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--prompt", "x", "-n", "1", "--temperature", "0", "--backend", "ref")
@@ -207,6 +207,16 @@ def test_a_cache_folder_in_place_of_the_users_is_a_note_and_waiting_is_none(monk
 
     with pytest.raises(UsageError, match="which may not last"):
         sources.resolve("smollm2", notice=refuse, refresh=True, offline=False)
+
+    class Told(Exception):
+        pass
+
+    def told(line: str) -> None:
+        raise Told(line)
+
+    options = LoadOptions(cache_dir=tmp_path, strict=True, message=told)  # strict refuses notes before they are told
+    with cache.folder_lock(tmp_path, "pypi--tiny", cache.Hooks()), pytest.raises(Told, match="is fetching pypi--tiny: waiting for it"):
+        resolved("pypi:tiny", options)
 
 
 # a word in the place of MODEL ------------------------------------------------------------------------------------------
