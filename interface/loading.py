@@ -272,7 +272,11 @@ def _fit(
     block_bytes = sum(p.block_bytes for (_, name), p in trial.places.items() if isinstance(trial.graph.values[name].spec, KVSpec))
     fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
-    room = _room(available, address_space())
+    mapped = trial.total_bytes("mapped")
+    room = _room(available, address_space(), mapped)
+    if room is not None:
+        fixed -= room.taken
+    weights = trial.total_bytes("weights") + mapped - (room.taken if room is not None else 0)
     most = None if room is None or not block_bytes else (room.nbytes - fixed - room.reserve) // block_bytes  # blocks that fit
 
     context = wanted
@@ -281,12 +285,13 @@ def _fit(
         if options.ctx is not None or context < MIN_CONTEXT:
             raise OutOfMemory(
                 f"{definition.architecture} model with a context of {wanted:,} tokens does not fit in memory",
-                why=f"weights {_mib(trial.total_bytes('weights'))} + activations {_mib(fixed - trial.total_bytes('weights'))} + cache "
+                why=f"weights {_mib(weights)} + activations {_mib(fixed - weights)} + cache "
                 f"{_mib(-(-wanted // size) * block_bytes)} + reserve {_mib(room.reserve)} > {room.text}",
                 fix=f"--ctx {context}" if context >= MIN_CONTEXT else "use a smaller model or quantisation",
                 requested=fixed + -(-wanted // size) * block_bytes,
                 free=available,
                 kind="plan",
+                weights_fit=weights + room.reserve < room.nbytes,
             )
         line = f"context {context:,} of the model's {wanted:,} tokens: that is what {room.text} hold"
         say_note(line, options, str(files.path), f"--ctx {context}")
@@ -307,6 +312,7 @@ def _fit(
                 requested=fixed + blocks * block_bytes,
                 free=available,
                 kind="cache",
+                weights_fit=weights + room.reserve < room.nbytes,
             )
         blocks = max(per_sequence, most)
     return (trial if (context, blocks) == (wanted, hoped) else planned(context, blocks)), context, available
@@ -314,21 +320,24 @@ def _fit(
 
 @dataclass(frozen=True)
 class _Room:
-    """Memory that may be planned. reserve: what is left of it for everything else; text: what it is, for people."""
+    """Memory that may be planned. reserve: what is left of it for everything else; text: what it is, for people; taken: bytes of the plan that are
+    taken off already, so that they need no room."""
 
     nbytes: int
     reserve: int
     text: str
+    taken: int = 0
 
 
-def _room(available: int | None, addresses: int | None) -> _Room | None:
-    """The tighter one of the memory that is free and of the address space that a limit leaves; None where neither is known."""
+def _room(available: int | None, addresses: int | None, mapped: int) -> _Room | None:
+    """The tighter one of the memory that is free and of the address space that a limit leaves; None where neither is known. mapped: bytes of weights
+    that are used from the file: they have their addresses since it was opened, and come into memory only when they are read."""
     rooms = []
     if available is not None:
         rooms.append(_Room(int(available * MEMORY_SHARE), RESERVE_BYTES, f"{MEMORY_SHARE:.0%} of {_mib(available)} available"))
     if addresses is not None:
-        rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)"))
-    return min(rooms, key=lambda room: room.nbytes - room.reserve, default=None)
+        rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)", mapped))
+    return min(rooms, key=lambda room: room.nbytes - room.reserve + room.taken, default=None)
 
 
 def _num_snapshots(definition: ModelDef) -> int:

@@ -82,14 +82,15 @@ def model_command(model: str | None, **values: Any) -> None:
 
 @contextlib.contextmanager
 def _told_by_its_options(values: dict[str, Any], given: bool) -> Iterator[None]:
-    """A context or a cache that was computed here and not given is nothing that a user can change: the error names what can be."""
+    """A context or a cache that was computed here and not given is nothing that a user can change: the error names what can be. Where there is no room
+    for the weights, it stays as it is: fewer tokens help nothing."""
     from ..core.errors import OutOfMemory, UsageError
 
     try:
         yield
     except (UsageError, OutOfMemory) as error:
         most = error.fields.get("max_position")
-        if given or not (most or isinstance(error, OutOfMemory)):
+        if given or not (most or error.fields.get("weights_fit")):
             raise
         asked = f"--input-tokens {values['input_tokens']} and --output-tokens {values['output_tokens']}"
         if most is None:

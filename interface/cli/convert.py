@@ -29,9 +29,7 @@ class Size(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number of bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", str(value).strip(), re.IGNORECASE)
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]?)i?B?", str(value).strip(), re.IGNORECASE)
         if match is None:
             self.fail(f"{value!r} is no size; write 1G, 512M or a number of bytes", param, ctx)
         return int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()])

@@ -23,8 +23,6 @@ class Size(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes."""
-        if isinstance(value, int):
-            return value
         found = _FORM.fullmatch(str(value).strip())
         unit = _UNITS.get(found[2].lower()) if found else None
         size = int(float(found[1]) * unit) if found and unit else -1

@@ -50,3 +50,14 @@ def test_what_does_not_fit_is_refused(run, tiny_model, options, message):
     done = run("bench", tiny_model, *SHORT, *options)
     assert done.code == 2
     assert message in done.err
+
+
+@pytest.mark.parametrize(("free", "fewer"), [(0, False), (250 << 20, True)])
+def test_fewer_tokens_are_advised_only_where_they_help(run, tiny_model, monkeypatch, free, fewer):
+    from fastllm import loading
+
+    monkeypatch.setattr(loading, "available_memory", lambda: int((loading.RESERVE_BYTES + free) / loading.MEMORY_SHARE))
+    done = run("bench", tiny_model, *SHORT, "--input-tokens", "8", "--batch", "4096", "--backend", "ref")
+    assert done.code == 1
+    assert ("--input-tokens 8" in done.err, "a smaller --batch" in done.err) == (fewer, fewer), done.err
+    assert ("use a smaller model" in done.err) is not fewer, done.err

@@ -279,7 +279,9 @@ def test_convert_run_inspect_and_verify(run: Any, tiny_model: Path, tmp_path: Pa
     assert run("convert", tiny_model, "-o", tmp_path / "a.gguf").code == 2
     assert run("convert", tiny_model, "-o", tmp_path / "b.flm", "--backend", "ref").code == 2
     assert run("convert", tiny_model, "-o", tmp_path / "no" / "b.flm").code == 1
-    assert run("convert", tiny_model, "-o", tmp_path / "b.flm", "--memory-limit", "much").code == 2
+    for size in ("much", "-5", "9" * 400):
+        refused = run("convert", tiny_model, "-o", tmp_path / "b.flm", f"--memory-limit={size}")
+        assert (refused.code, "is no size" in refused.err) == (2, True), refused.err
     strict = run("convert", tiny_model, "-o", tmp_path / "b.flm", "--strict", "--dtype", "int8")
     assert (strict.code, "no multiple of the group" in strict.err) == (2, True)
     assert not (tmp_path / "b.flm").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -359,3 +360,43 @@ def test_weights_that_are_packed_in_blocks_of_rows_are_those_packed_whole(family
     blocks, more = weights_of(model)
     assert more > times > 0
     assert blocks == whole
+
+
+@pytest.fixture(scope="module")
+def packed_file(tiny_model, tmp_path_factory) -> Path:
+    """Weights as cpu_avx wants them, so that it uses them from the file."""
+    from fastllm.convert import convert_model
+    from fastllm.formats.quant_rules import QuantRules
+
+    out, options = tmp_path_factory.mktemp("packed") / "packed.flm", LoadOptions()
+    files = loading.open_files(tiny_model, options)
+    try:
+        convert_model(files, out, QuantRules("int8"), options, backend="cpu_avx")
+    finally:
+        files.close()
+    return out
+
+
+@pytest.mark.parametrize("limit", ["addresses", "memory"])
+def test_weights_in_a_mapped_file_need_memory_and_no_more_addresses(packed_file, monkeypatch, limit):
+    """A limit of addresses has taken them off when the file was opened."""
+    asked = LoadOptions(backend="cpu_avx", kv_cache_tokens=1 << 16)
+    monkeypatch.setattr(loading, "address_space", lambda: None)
+    monkeypatch.setattr(loading, "available_memory", lambda: None)
+    with contextlib.closing(plan_model(packed_file, asked)) as planned:
+        mapped, most = planned.plan.total_bytes("mapped"), planned.plan.limits.num_blocks
+        allocated = sum(sum(sizes) for (_, arena), sizes in planned.plan.arenas.items() if arena != "mapped")
+    assert mapped > 0
+    if limit == "addresses":
+        monkeypatch.setattr(loading, "address_space", lambda: loading.ADDRESS_BYTES + allocated + spare)
+    else:
+        monkeypatch.setattr(loading, "MEMORY_SHARE", 1)
+        monkeypatch.setattr(loading, "available_memory", lambda: loading.RESERVE_BYTES + allocated + mapped + spare)
+    spare = 0
+    with contextlib.closing(plan_model(packed_file, asked)) as planned:
+        assert planned.plan.limits.num_blocks == most
+    spare = -1
+    with pytest.raises(OutOfMemory, match="does not fit") as caught:
+        plan_model(packed_file, asked)
+    assert caught.value.fields["kind"] == "cache"
+    assert caught.value.fields["weights_fit"]

@@ -132,6 +132,26 @@ def test_unsafe_and_wrong_options_are_usage_errors(command, options, said):
     assert seen.settings is None
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("max-body = 1", "1 is too small: 1,024 bytes at least"),
+        ("max-body = -5", "-5 is no size"),
+        ("kv-cache-size = -5", "-5 is no size"),
+    ],
+)
+def test_a_size_of_a_file_has_the_limits_of_one_that_is_typed(command, tmp_path, line, said):
+    (tmp_path / "server.toml").write_text(line + "\n")
+    seen = command("--config", str(tmp_path / "server.toml"))
+    assert (seen.code, said in seen.err) == (2, True), seen.err
+    assert seen.settings is None
+
+
+def test_a_number_of_a_file_is_a_size_in_bytes(command, tmp_path):
+    (tmp_path / "server.toml").write_text(f"max-body = {3 << 20}\n")
+    assert command("--config", str(tmp_path / "server.toml")).settings.max_body == 3 << 20
+
+
 def test_unknown_keys_of_a_file_are_named(command, tmp_path):
     file = tmp_path / "server.toml"
     file.write_text("prot = 1\n")
