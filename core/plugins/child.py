@@ -6,10 +6,12 @@ plug-ins again by itself, and answers with one line of JSON. Called by the regis
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
 import re
+import select
 import selectors
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from ..errors import one_line
 __all__ = ["ASK_S", "CONTAIN", "Answer", "ChildProbe", "ask_children", "located", "probe_in_child"]
 
 ASK_S: Final = 5.0
-"""Seconds for start, import and probe together; then the child and what it started are killed."""
+"""Seconds for start, import and probe together; then the child's process group is killed."""
 
 CONTAIN: Final = "FASTLLM_CONTAIN_PLUGINS"
 """0: plug-ins are asked in the process itself, as in a child, which starts none of its own."""
@@ -32,6 +34,7 @@ CONTAIN: Final = "FASTLLM_CONTAIN_PLUGINS"
 NOISE_BYTES: Final = 1 << 16  # that are kept of what a plug-in prints, the last ones
 ANSWER_BYTES: Final = 1 << 24
 TICK_S: Final = 0.05  # between looks at children that ended while something they started holds their pipes
+PR_SET_PDEATHSIG: Final = 1
 DEATH_S: Final = 1.0  # that a killed child may take to end; one that a driver keeps in the kernel is left behind
 
 
@@ -73,6 +76,7 @@ class Answer:
 
     def __init__(self, timeout_s: float):
         """timeout_s: seconds until the parent gives up; a little before, the stack is printed, so that a hang has a place."""
+        _end_with_parent()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         faulthandler.dump_traceback_later(0.8 * timeout_s)
@@ -89,6 +93,18 @@ class Answer:
         self._out.close()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Lets the kernel kill this process when its parent dies, whatever it is doing then: in a session of its own, no Ctrl-C and no hang-up of a
+    terminal reaches it. The signal comes with the end of the *thread* that started it, which stays in `ask_children` until this one is gone."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):  # nobody can read the answer: the parent died before
+        os._exit(1)
 
 
 def ask_children(
@@ -157,7 +173,7 @@ class _Child:
         return answer if isinstance(answer, dict) else None
 
     def finish(self) -> ChildProbe:
-        """Ends the child and what it started, and says what became of it."""
+        """Ends the child and its process group, and says what became of it."""
         exited = self.process.poll() is not None
         _kill(self.process)
         try:
@@ -206,7 +222,7 @@ class _Child:
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """Kills the child's group, also where the child itself ended: what it started may be left. Its number is still ours, as the group lives
-    as long as one of its members, and else there is nothing to kill."""
+    as long as one of its members, and else there is nothing to kill. What it started in a session of its own is not in the group."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -151,3 +154,13 @@ def toml(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+def ended(pid: int, patience_s: float = 60.0) -> bool:
+    """Waits until a process that is not ours ends; False if it is still there after that time."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with contextlib.closing(os.fdopen(process)):
+        return bool(select.select([process], [], [], patience_s)[0])

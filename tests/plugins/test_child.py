@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from fastllm.core.plugins import probe_in_child
+
+from .conftest import ended
 
 
 def probing(body):
@@ -39,12 +47,41 @@ def test_a_crash_is_a_line_with_its_place(site, env, plugin, body, detail):
         assert ".py:" in report.detail
 
 
-def test_a_hang_ends_at_the_limit_with_everything_it_started(site, env, plugin):
-    hang = "import subprocess, threading; subprocess.Popen(['cat', '/dev/zero'], stdout=-3)\n    threading.Event().wait()"
+def test_a_hang_ends_at_the_limit_with_what_it_started(site, env, plugin):
+    hang = "import subprocess, threading; print('started', subprocess.Popen(['cat', '/dev/zero'], stdout=-3).pid, flush=True)\n    threading.Event().wait()"
     site.install(plugin(probe=probing(hang)))
     report = probe_in_child("acme_npu", 3, env=env)
     assert report.outcome == "hung"
     assert report.detail.startswith("no answer within 3 s")
+    assert ended(int(report.noise.partition("started ")[2].split()[0]))
+
+
+PARENT = """
+import sys
+from fastllm.core.plugins import probe_in_child
+probe_in_child("acme_npu", 1000, env={"HOME": sys.argv[1], "FASTLLM_DISABLE_PLUGINS": "cpu_avx,opencl_generic"})
+"""
+
+
+def test_a_child_that_hangs_ends_with_a_parent_that_is_killed(site, tmp_path, plugin):
+    """The child keeps Python's lock and blocks every signal: nothing but the kernel ends it."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    deaf = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n    ctypes.PyDLL(None).sleep(1000)"
+    hang = f"import ctypes, os, pathlib, signal; pathlib.Path({str(fifo)!r}).write_text(f'{{os.getpid()}}\\n'); {deaf}"
+    site.install(plugin(probe=probing(hang)))
+    told = os.open(fifo, os.O_RDWR)  # not at its end before the child writes
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env={"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)})
+    try:
+        assert select.select([told], [], [], 120)[0], "the child does not probe"
+        child = int(os.read(told, 100))
+    finally:
+        os.close(told)
+        parent.kill()
+        parent.wait()
+    if not ended(child):
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the child is still there")
 
 
 def test_an_unknown_name_and_a_wrong_file_are_answers_too(site, env, tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from fastllm.core.errors import BackendBroken, BackendUnavailable
 from fastllm.core.plugins import BackendRegistry, child
 from fastllm.host import plugin_folder
+
+from .conftest import ended
 
 PATIENT_S = 120.0  # for a loaded machine
 
@@ -145,17 +146,12 @@ def test_auto_asks_no_device_that_would_not_be_chosen_and_starts_no_child_for_a_
 def test_what_a_probe_prints_and_leaves_behind_spoils_nothing(site, contained, plugin):
     leaves = "import os, subprocess; print('noise'); os.system('echo more')\n    p = subprocess.Popen(['sleep', '1000'])\n    return Ready((DeviceInfo(str(p.pid), 'x'),))"
     installed(site, plugin, "messy", {"probe": leaves})
-    forks = "import os, time\n    if os.fork() == 0: time.sleep(1000)\n    return Ready((DeviceInfo('0', 'x'),))"
+    forks = "import os, time\n    p = os.fork()\n    if p == 0: time.sleep(1000)\n    return Ready((DeviceInfo(str(p), 'x'),))"
     installed(site, plugin, "forks", {"probe": forks})
     states = {s.name: s for s in BackendRegistry(env=contained).states()}
     assert (states["messy"].state, states["forks"].state) == ("ready", "ready")
-    stat = Path(f"/proc/{states['messy'].devices[0].id}/stat")
-    for _ in range(100_000):
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        os.sched_yield()
-    else:
-        pytest.fail("what the probe started is still there")
+    for name in ("messy", "forks"):
+        assert ended(int(states[name].devices[0].id)), f"what the probe of '{name}' started is still there"
 
 
 @pytest.mark.usefixtures("patient")
