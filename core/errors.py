@@ -86,22 +86,27 @@ class FastLLMError(Exception):
     http_status = 500
     code = "server_error"
     usual_fix = ""
-    """What helps against most errors of a class: shown on the command line where an error knows nothing nearer."""
+    """What helps against most errors of a class: shown where an error knows nothing nearer. {backend}: of the fields, else NAME."""
 
     def __init__(self, message: str, *, who: str = "", why: str = "", fix: str = "", **fields: Any):
         self.message, self.who, self.why, self.fix = (one_line(text) for text in (message, who, why, fix))
         super().__init__(self.message)
         self.fields = fields
 
+    @property
+    def way_out(self) -> str:
+        """The fix that is shown: its own, else the usual one of its class. What hands an error on sends `fix`, which stays empty."""
+        return self.fix or self.usual_fix.replace("{backend}", one_line(str(self.fields.get("backend") or "NAME")))
+
     def render(self) -> str:
         """The text of the command line: `fastllm: error: …` and indented who/why/fix lines, no traceback."""
         head = f"fastllm: error: {self.message}"
         why = "" if self.why in self.message else self.why
-        return "\n".join([head, *(f"  {k}: {v}" for k, v in (("who", self.who), ("why", why), ("fix", self.fix or self.usual_fix)) if v)])
+        return "\n".join([head, *(f"  {k}: {v}" for k, v in (("who", self.who), ("why", why), ("fix", self.way_out)) if v)])
 
     def as_dict(self) -> dict[str, Any]:
         """The same fields for `--json`: {"error": {code, message, who, why, fix, exit_code, …fields}}."""
-        body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.fix or self.usual_fix}
+        body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.way_out}
         return {"error": {**body, "exit_code": self.exit_code, **self.fields}}
 
 
@@ -288,7 +293,7 @@ class BackendBroken(FastLLMError):
     """A plug-in that fails to import, register, probe or open, or that collides with another of the same name."""
 
     exit_code, code = 3, "backend_broken"
-    usual_fix = "fastllm doctor NAME shows more; FASTLLM_DISABLE_PLUGINS=NAME runs without it"
+    usual_fix = "fastllm doctor {backend} shows more; FASTLLM_DISABLE_PLUGINS={backend} runs without it"
 
 
 class BackendIncompatible(BackendBroken):

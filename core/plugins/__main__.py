@@ -32,8 +32,8 @@ def main() -> NoReturn:
         state: dict[str, Any] = {"names": registry.from_files()} if options.names else _state(registry, options, answer)
         state["messages"] = registry.messages
     except FastLLMError as exc:
-        state = {"name": options.name, "state": "broken", "reason": exc.why or exc.message, "hint": exc.fix, **exc.as_dict()}
-        state["exit_code"] = exc.exit_code
+        state = {"name": options.name, "state": "broken", "reason": exc.why or exc.message, "hint": exc.fix, "exit_code": exc.exit_code}
+        state["error"] = _raw(exc)
     answer.end(state)
 
 
@@ -43,9 +43,16 @@ def _state(registry: BackendRegistry, options: argparse.Namespace, answer: Answe
         answer.stage("probe")
         found = registry.state(options.name)
     state = found.as_dict() | {"spec_priority": found.spec.priority if found.spec else None}
+    if found.error:
+        state["error"] = _raw(found.error)
     if options.environment and found.state == "ready":
         state["environment"] = registry.environment(options.name)
     return state
+
+
+def _raw(error: FastLLMError) -> dict[str, Any]:
+    """An error with its own fix only: the usual one is for who shows it, and would pass for the plug-in's word in the parent."""
+    return error.as_dict()["error"] | {"fix": error.fix}
 
 
 if __name__ == "__main__":

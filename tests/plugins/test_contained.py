@@ -95,6 +95,7 @@ def test_a_contained_answer_is_what_loading_here_says(site, env, contained, plug
     described = f"@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, API_VERSION, 1, 'Acme', 'an NPU', 7, {{'t': {options}}}, 'https://a.example')]"
     installed(site, plugin, "good", {"backends": described, "tail": "@hookimpl\ndef fastllm_environment(name):\n    return {'driver': '12'}"})
     installed(site, plugin, "absent", {"probe": "return Unavailable('no NPU', 'plug it in')"})
+    installed(site, plugin, "silent", {"probe": "raise BackendUnavailable('no NPU in this machine')"})
     installed(site, plugin, "raises", {"probe": "raise RuntimeError('driver 12 is too old')"})
     installed(site, plugin, "fails", {"head": "import nothing_of_this_name"})
     installed(site, plugin, "older", {"backends": "@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, (0, 0), 1)]"})
@@ -108,6 +109,11 @@ def test_a_contained_answer_is_what_loading_here_says(site, env, contained, plug
     with pytest.raises(BackendUnavailable) as caught:
         there.select("absent")
     assert (caught.value.exit_code, caught.value.why, caught.value.fix) == (4, "no NPU", "plug it in")
+    with pytest.raises(BackendUnavailable) as caught:
+        there.select("silent")
+    assert (caught.value.fix, "fix: fastllm doctor shows what is missing" in caught.value.render()) == ("", True)
+    assert there.select("auto").name == here.select("auto").name
+    assert there.messages == here.messages
     assert there.state("numbers").devices[0].memory_bytes == 7
     assert there.environment("good") == here.environment("good") == {"driver": "12"}
     assert str(there.select("good:1")) == "good:1"
@@ -123,6 +129,26 @@ def test_the_module_is_imported_here_when_it_is_opened_and_not_before(site, cont
     assert "fastllm_backend_acme" not in sys.modules
     assert registry.open(selection).device == "0"
     assert "fastllm_backend_acme.plugin" in sys.modules
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_packaged_list_vouches_for_built_in_backends_only_and_a_users_for_names(site, contained, plugin, toml):
+    site.install(plugin("cpu_avx", probe="@hookimpl\ndef fastllm_probe(name):\n    import os; os._exit(7)"), "cpu_avx", "acme-dist")
+    override = "[override]\ncpu_avx = 'acme-dist'\n"
+    with_cpu = {**contained, "FASTLLM_DISABLE_PLUGINS": ""}
+    registry = BackendRegistry(toml(override), env=with_cpu)
+    assert registry.in_child("cpu_avx")
+    assert not registry.in_child("ref")
+    assert registry.state("cpu_avx").reason.startswith("the process ended with status 7")
+    assert "fastllm_backend_acme.plugin" not in sys.modules
+    assert not BackendRegistry(toml(override + "[plugins]\nin_process = ['cpu_avx']\n"), env=with_cpu).in_child("cpu_avx")
+
+
+def test_a_name_in_a_users_list_that_is_not_installed_is_told(contained, toml):
+    file = toml("[plugins]\nin_process = ['rev']\n")
+    registry = BackendRegistry(file, env=contained)
+    assert any(f"{file}:2 [plugins] in_process names 'rev', which is not installed; did you mean 'ref'?" in line for line in registry.messages)
+    assert BackendRegistry(env=contained).messages == []
 
 
 @pytest.mark.usefixtures("patient")

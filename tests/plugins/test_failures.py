@@ -267,3 +267,10 @@ def test_a_plugin_file_is_loaded_by_path_and_a_failing_one_is_loud(tmp_path, env
     assert ":1)" in caught.value.why
     with pytest.raises(UsageError, match="there is no such file"):
         BackendRegistry(plugin_paths=[tmp_path / "none.py"], env=env)
+
+
+def test_the_usual_way_out_of_a_broken_backend_names_it():
+    error = BackendBroken("it broke", backend="acme_npu")
+    assert error.render().endswith("fix: fastllm doctor acme_npu shows more; FASTLLM_DISABLE_PLUGINS=acme_npu runs without it")
+    assert error.fix == ""
+    assert BackendBroken("it broke").as_dict()["error"]["fix"].startswith("fastllm doctor NAME shows")
