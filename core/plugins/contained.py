@@ -2,7 +2,8 @@
 here would give.
 
 The rule is the same for every plug-in, built-in or not: what stands in `[plugins] in_process` is asked in this process, all else in a child.
-The file that comes with fastllm lists those whose module and probe load no driver, so that they cost no process; a user's list replaces it.
+The file that comes with fastllm lists those whose module and probe load no driver, so that they cost no process; it speaks of the built-in ones only,
+not of another package that an override gives such a name. A user's list replaces it, and means names.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _ERRORS: Final[dict[str, type[FastLLMError]]] = {e.code: e for e in (BackendBrok
 
 
 class Contained:
-    """Asks in children. in_process: the names that are not; None: nobody is. located: arguments that make a child find the same plug-ins. say: gets
+    """Asks in children. in_process: who is not; None: nobody is. located: arguments that make a child find the same plug-ins. say: gets
     what children have to tell."""
 
-    def __init__(self, in_process: Iterable[str] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None]):
-        self._in_process = None if in_process is None or env.get(CONTAIN) == "0" else frozenset(in_process)
+    def __init__(self, in_process: Callable[[Entry], bool] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None]):
+        self._in_process = None if env.get(CONTAIN) == "0" else in_process
         self._located, self._env, self._say = located, env, say
 
     @property
@@ -42,7 +43,7 @@ class Contained:
 
     def holds(self, entry: Entry) -> bool:
         """Whether a question to this backend goes to a child: its module is not, and need not be, in this process."""
-        return self._in_process is not None and entry.name not in self._in_process and entry.plugin is None and entry.blocked is None
+        return self._in_process is not None and not self._in_process(entry) and entry.plugin is None and entry.blocked is None
 
     def open_questions(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those that a child is to be asked for, and that were not probed or found broken yet."""

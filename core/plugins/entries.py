@@ -62,6 +62,10 @@ def collect(
         elif len(entry.candidates) > 1:
             _settle(entry, config, remark)
     _filter(entries, config, env, say)
+    trusted = config.get("plugins", "in_process")
+    if trusted and trusted.layer != "packaged":
+        for name in sorted(set(trusted.value) - set(entries)):
+            say(f"{trusted.where} [plugins] in_process names '{name}', which is not installed; {close_matches(name, sorted(entries))}")
     return entries
 
 

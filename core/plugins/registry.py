@@ -5,7 +5,7 @@ what fails is skipped, and said if it would have been chosen. One registry per e
 imported when their name is asked for, so that a child process, or a command that needs no backend, pays for nothing.
 
 A plug-in is asked in a child process, with a limit of time: its module is imported here when it is opened, not before. Exempt are those
-of `[plugins] in_process`, a list for everybody: the file that comes with fastllm names those whose module and probe load no driver.
+of `[plugins] in_process`: the file that comes with fastllm names the built-in ones whose module and probe load no driver.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class BackendRegistry:
         self.config: PluginsConfig = load_config(env, plugins_file)
         self._env, self._strict = env, strict
         self._guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
-        setting = self.config.get("plugins", "in_process")
         seen = self._guard.reraise or self._guard.trace  # authors want to see their own traceback, and the calls
-        self._contained = Contained(None if seen else setting.value if setting else (), located(plugins_file, plugin_paths), env, self._remark)
+        self._contained = Contained(None if seen else self._in_process, located(plugins_file, plugin_paths), env, self._remark)
         self._plugins: dict[tuple[str, str], Plugin | FastLLMError] = {}
         candidates = discover(self._remark)
         for path in plugin_paths:
@@ -267,6 +266,11 @@ class BackendRegistry:
             fix=close_matches(name, self.names()) if BASE in self._entries else 'run "pip install -e ." in the source tree',
             backend=name,
         )
+
+    def _in_process(self, entry: Entry) -> bool:
+        """Whether `[plugins] in_process` lists it. The list that comes with fastllm vouches for what comes with fastllm, not for another of its name."""
+        setting = self.config.get("plugins", "in_process")
+        return setting is not None and entry.name in setting.value and (entry.candidate.source.builtin or setting.layer != "packaged")
 
     def _load_here(self, entry: Entry) -> BackendSpec:
         """Imports a backend into this process, as it is to be opened. Raises its error."""
