@@ -85,27 +85,35 @@ class _Planner:
         return self.plan
 
     def _stays_whole(self, node: Node, device: str) -> bool:
-        """Whether a node is not decomposed: its device has the op; or the decomposition computes all experts, and the device does not run every
-        part of it, or another device has the op and would do a small part of the work."""
-        if isinstance(self._ask(node, device), Yes):
+        """Whether a node is not decomposed: its device runs it natively; or the decomposition computes all experts, and the device does not run
+        every part of it natively, or another device runs the op natively and would do a small part of the work. What `ref` would do, or a
+        device only inherits, is numpy on the host: that counts only where nobody runs the parts."""
+        if self._runs(node, device):
             return True
         if node.op not in PRIMITIVE_OPS:
             return False
+        if not self._runs_parts(node, device):
+            return any(isinstance(self._ask(node, other), Yes) for other in self.backends)
         chosen, count = experts_of_row(self.graph, node)
-        elsewhere = any(isinstance(self._ask(node, other), Yes) for other in self.backends if other != device)
-        if elsewhere and count > DENSE * chosen and self.fallback != "error":
-            return True
-        return elsewhere and not self._runs_parts(node, device)
+        if count <= DENSE * chosen or self.fallback == "error":
+            return False
+        return any(self._runs(node, other) for other, backend in self.backends.items() if backend.name != "ref")
+
+    def _runs(self, node: Node, device: str) -> bool:
+        """Whether a device runs a node natively."""
+        answer = self._ask(node, device)
+        return isinstance(answer, Yes) and not self._inherits(answer, device)
 
     def _runs_parts(self, node: Node, device: str) -> bool:
-        """Whether a device itself runs all that a node is made of."""
+        """Whether a device runs natively all that a node is made of."""
         graph, weights, values = self.graph, self.weights, dict(self.graph.values)
         parts = expand(node, values, len(graph.values) + len(graph.nodes))
         self.graph = Graph(graph.name, values, parts)
         self.weights = with_matrices(weights, (v.name for v in self.graph.of_kind("weight")))
-        answers = [self._ask(part, device) for part in parts]
-        self.graph, self.weights = graph, weights
-        return all(isinstance(a, Yes) and not self._inherits(a, device) for a in answers)
+        try:
+            return all(self._runs(part, device) for part in parts)
+        finally:
+            self.graph, self.weights = graph, weights
 
     # who runs what --------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,12 @@ class Own(RefBackend):
         return {**super().ops(), **{name.replace("ref.", "own."): op for name, op in super().ops().items()}}
 
 
+class Other(Own):
+    """Another device with ops of its own."""
+
+    name = "other"
+
+
 def planned(backends, count, chosen, fallback="warn", biases=True):
     graph, refs, sources = experts_model(count, chosen, biases)
     plan = make_plan(graph, refs, sources, backends, Placement.on(next(iter(backends))), LIMITS, fallback=fallback)
@@ -80,19 +86,33 @@ def test_experts_of_a_device_without_moe_are_core_ops_there_and_give_the_same_bi
 
 
 def test_experts_leave_a_device_where_that_is_much_less_work_or_where_it_lacks_a_part():
-    def others():
-        return {"own": Own(("moe",)), "ref": RefBackend()}
+    def moe_runs_on(own, other, fallback="warn"):
+        plan, found = planned({"own": own, "other": other, "ref": RefBackend()}, 9, 2, fallback)
+        np.testing.assert_array_equal(found, wanted)
+        return [(d.device, d.impl) for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"]
 
-    plan, found = planned(others(), 9, 2)
-    assert [d.device for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref"]
-    kept, same = planned(others(), 9, 2, "error")
-    assert "moe" not in {n.op for n in kept.graph.nodes}
-    np.testing.assert_array_equal(found, same)
+    _, wanted = planned({"ref": RefBackend()}, 9, 2)
+    assert moe_runs_on(Own(("moe",)), Other()) == [("other", "own.moe")]
+    assert moe_runs_on(Own(inherits=("moe",)), Other()) == [("other", "own.moe")]
+    assert moe_runs_on(Own(("moe",)), Other(), "error") == []
+    for numpy_only in (Other(("moe",)), Other(inherits=("moe",))):  # numpy is as slow, and takes experts decoded to f32
+        assert moe_runs_on(Own(("moe",)), numpy_only) == []
+    assert moe_runs_on(Own(("moe", "embed")), Other(("moe",))) == [("ref", "ref.moe")]
     for lacking in (Own(("moe", "embed")), Own(("moe",), inherits=("embed",))):
         plan, _ = planned({"own": lacking, "ref": RefBackend()}, 5, 2)
         assert [d.device for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref"]
     alone, _ = planned({"own": Own(("moe",))}, 9, 2)  # nobody else is there
     assert "moe" not in {n.op for n in alone.graph.nodes}
+
+
+def test_an_inherited_moe_gives_way_to_its_parts_where_these_are_native_and_stays_where_they_are_inherited_too():
+    for fallback, others in (("warn", {}), ("error", {}), ("warn", {"ref": RefBackend()})):
+        plan, _ = planned({"own": Own(inherits=("moe",)), **others}, 5, 2, fallback)
+        assert "moe" not in {n.op for n in plan.graph.nodes}
+        assert plan.left == []
+    for others in ({}, {"ref": RefBackend()}):
+        plan, _ = planned({"own": Own(inherits=("moe", "linear")), **others}, 5, 2)
+        assert [d.impl for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref.moe"]
 
 
 def test_only_a_weight_has_matrices_and_only_those_that_it_has():
