@@ -8,6 +8,7 @@ packed where the backend gives a layout, else in the narrowest plain form withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,12 @@ class In:
     lead: str = ""
     gap: int = 0
     start: int = 0
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """In elements, of a strided window; None where rows follow each other."""
+        inner = self.array.shape[1:]
+        return (math.prod(inner) + self.gap, *(math.prod(inner[i + 1 :]) for i in range(len(inner)))) if self.gap else None
 
 
 @dataclass
@@ -306,11 +313,7 @@ class Bench:
             window[:, : width * size] = array.reshape(shape[0], -1).view(np.uint8)
         region = self._keep(stack, wide, "scratch")
         regions.append((region, f"'{name}'", False))
-        strides = None
-        if operand.gap:
-            inner = [int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(1, len(shape))]
-            strides = (row, *inner)
-        return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, strides)
+        return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, operand.strides)
 
     def _stack(self, stack: ExitStack, regions: list[Any], name: str, weight: Weight, layout: PackedLayout, op: str) -> Tensor:
         """A stack, packed matrix by matrix, each at the backend's alignment (as the loader does it)."""
@@ -362,7 +365,9 @@ def query_for(op: str, inputs: Sequence[Operand], kept: Sequence[str], attrs: Ma
     dims: dict[str, tuple[int, int]] = {"T": (0, 0), "S": (0, 1), "R": (0, 1), "B": (0, 1), "ctx": (0, 1), "block_size": (64, 64)}
     shapes: list[tuple[int | str, ...] | None] = []
     specs: list[Any] = []
+    strides: list[tuple[int, ...] | None] = []
     for operand in inputs:
+        strides.append(operand.strides if isinstance(operand, In) else None)
         specs.append(operand.spec if isinstance(operand, Cache | State) else None)
         if operand is None:
             shapes.append(None)
@@ -384,4 +389,4 @@ def query_for(op: str, inputs: Sequence[Operand], kept: Sequence[str], attrs: Ma
         dims[symbol] = (0, largest)
     changed = {k: v for k, v in attrs.items() if v != spec.attrs[k].default}
     assert spec.since <= OPSET
-    return OpQuery(op, tuple(k or None for k in kept), tuple(shapes), dims, changed, tuple(specs))
+    return OpQuery(op, tuple(k or None for k in kept), tuple(shapes), dims, changed, tuple(specs), tuple(strides))

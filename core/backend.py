@@ -115,7 +115,8 @@ class Unavailable:
 class OpQuery:
     """A question at plan time. dtypes: of the inputs (None where absent; "any" never occurs: weights carry their format); shapes,
     with symbols; specs: KVSpec or SlotSpec of those that are state; dims: closed ranges of symbols and sizes, for example
-    {"T": (0, 512), "ctx": (0, 8192)}; attrs: those that differ from the catalogue's defaults, and those without one."""
+    {"T": (0, 512), "ctx": (0, 8192)}; attrs: those that differ from the catalogue's defaults, and those without one; strides: in
+    elements, of inputs that are windows on a value and not contiguous, None for all others."""
 
     op: str
     dtypes: tuple[str | None, ...]
@@ -123,6 +124,7 @@ class OpQuery:
     dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)
     specs: tuple[KVSpec | SlotSpec | None, ...] = ()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True)

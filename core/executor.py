@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from .graph import KVSpec, SlotSpec, Value
 from .loader import load_weights
 from .plan import Place, Plan, Segment
 from .step import MOVED, StepBatch
-from .weights import TensorSource, WeightRef
+from .weights import TensorSource, WeightRef, with_matrices
 
 __all__ = ["Executor", "StepResult"]
 
@@ -53,6 +54,7 @@ class Executor:
 
         observe: for measurements. Every node is then run alone and waited for, inside of `observe(index of the node)`."""
         self.plan, self.backends = plan, dict(backends)
+        weights = with_matrices(weights, (name for _, name in plan.places))
         limits = plan.limits
         self.block_size, self.num_blocks, self.max_blocks = limits.block_size, limits.num_blocks, limits.max_blocks
         self.max_tokens, self.max_sequences, self.max_rows = limits.max_tokens, limits.max_sequences, limits.max_rows
@@ -63,6 +65,8 @@ class Executor:
         self._hosted: dict[tuple[str, str], Buffer] = {}
         self._programs: list[Program | None] = []
         self._single: list[Program] = []  # programs of one node, only while somebody observes
+        self._batch: ReferenceType[StepBatch] | None = None  # whose arrays are there; weak: a batch leads to its requests
+        self._copies: _steps.Copies | None = None  # of what changes when it is moved on
         self._closed = False
         used = tuple(dict.fromkeys(s.device for s in plan.segments))
         self._streams: dict[str, Stream] = {d: self.backends[d].new_stream() for d in used}
@@ -81,8 +85,6 @@ class Executor:
             self._logits_of = [self._logits[:rows] for rows in range(len(self._logits) + 1)]  # f32 [R, V] for each R
             self._fields: list[tuple[str, str, bool, np.ndarray | None]] = [(n, rows, n in MAY_LACK, None) for n, rows in STEP_FIELDS.items()]
             self._fields += [(n, STEP_FIELDS[n], n in MAY_LACK, array) for (_, n), array in self._host.items() if n in STEP_FIELDS]
-            self._batch: StepBatch | None = None  # whose arrays are there
-            self._copies: _steps.Copies | None = None  # of what changes when it is moved on
             self._uploads = [(d, n, array) for (d, n), array in self._host.items() if n in STEP_FIELDS and (d, n) not in self._hosted]
             # the default stream is done when a call returns; other streams are waited for
             self._waits = [s for s in self._streams.values() if type(s).synchronize is not Stream.synchronize]
@@ -242,7 +244,7 @@ class Executor:
         """Runs one step. Raises EngineError if the batch exceeds the plan's limits, contradicts itself, or a backend fails."""
         dims = batch.dims
         try:
-            if batch.moved and batch is self._batch:
+            if batch.moved and self._batch is not None and batch is self._batch():
                 if self._copies is None:
                     self._copies = _steps.Copies([(getattr(batch, n), array) for (_, n), array in self._host.items() if n in MOVED])
                 self._copies.run()
@@ -275,7 +277,7 @@ class Executor:
             raise EngineError(f"a block table of {batch.block_table.shape[1]} columns exceeds the plan: {self.max_blocks}")
         self._batch = self._copies = None
         _steps.fill(self._fields, batch, dims.T, dims.S, dims.R)
-        self._batch = batch
+        self._batch = ref(batch)
 
     def _carry(self, name: str, source: str, target: str, dims: StepDims) -> None:
         value = self.plan.graph.values[name]
@@ -333,6 +335,7 @@ class Executor:
             return
         self._closed = True
         self._logits, self._logits_of = np.zeros((0, 0), np.float32), []
+        self._batch = self._copies = None
         with ExitStack() as stack:  # calls the last one first
             stack.callback(self._host.clear)
             for buffer in (*self._hosted.values(), *self._arenas.values()):

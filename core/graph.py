@@ -76,6 +76,11 @@ class Value:
     spec: KVSpec | SlotSpec | None = None
     data: np.ndarray | None = field(default=None, compare=False)
 
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """In elements, of a view that is not contiguous; None of any other value."""
+        return None if self.view is None or self.view.strides == _strides(self.shape) else self.view.strides
+
 
 @dataclass(frozen=True)
 class Node:

@@ -16,7 +16,7 @@ from .backend import Backend, Buffer, Stream
 from .errors import EngineError, ModelFileError
 from .planner import Place, Plan
 from .quant import FORMATS
-from .weights import HostTensor, PackedLayout, TensorSource, WeightRef, stored_as, with_matrices
+from .weights import HostTensor, PackedLayout, TensorSource, WeightRef, stored_as
 
 __all__ = ["load_weights"]
 
@@ -40,9 +40,9 @@ def load_weights(
     streams: Mapping[str, Stream],
     progress: Progress | None = None,
 ) -> None:
-    """Loads every weight of the plan into the arenas: (device, arena, chunk) -> buffer. Raises ModelFileError for a missing, misshapen or undecodable tensor."""
+    """Loads every weight of the plan into the arenas: (device, arena, chunk) -> buffer. weights: the matrices of stacks that the plan names
+    among them (`with_matrices`). Raises ModelFileError for a missing, misshapen or undecodable tensor."""
     wanted = [(device, name, place) for (device, name), place in plan.places.items() if place.arena == "weights"]
-    weights = with_matrices(weights, (name for _, name, _ in wanted))
     wanted.sort(key=lambda entry: -entry[2].nbytes)  # the copy of a large tensor while little else is there yet: the peak stays low
     total, done = sum(place.nbytes for _, _, place in wanted), 0
     for device, name, place in wanted:

@@ -142,6 +142,7 @@ class _Planner:
             },
             attrs={k: v for k, v in node.attrs.items() if v != spec.attrs[k].default},
             specs=tuple(None if v is None else v.spec for v in values),
+            strides=tuple(None if v is None else v.strides for v in values),
         )
         return backend.supports(query)
 

@@ -214,7 +214,7 @@ class CpuBackend(Backend):
 
     def supports(self, q: OpQuery) -> Yes | No:
         """Every op of opset 1 but `sample`, on f32 activations."""
-        reason = refuse_query(q, NATIVE_OPS, tuple(CACHE_TYPES)) or refuse_operands(q, pack.layout_for) or _refuse_heads(q)
+        reason = refuse_query(q, NATIVE_OPS, tuple(CACHE_TYPES)) or refuse_operands(q, pack.layout_for) or _refuse_sizes(q)
         return No(reason) if reason else self._answer(q)
 
     def _answer(self, q: OpQuery) -> Yes:
@@ -364,8 +364,11 @@ class _Fixed(StepDims):
         return int(dim)
 
 
-def _refuse_heads(q: OpQuery) -> str:
-    """Why heads of this size do not work; "" if they do."""
+def _refuse_sizes(q: OpQuery) -> str:
+    """Why ids with a stride, or heads of this size, do not work; "" if they do."""
+    for dtype, shape, strides in zip(q.dtypes, q.shapes, q.strides, strict=False):
+        if dtype == "i32" and strides is not None and shape is not None and len(shape) == 1:
+            return f"'{q.op}' takes a contiguous vector of i32, not one with a stride of {strides[0]}"
     if q.op == "attention" and q.shapes and q.shapes[0] is not None:
         spec = q.specs[1] if len(q.specs) > 1 else None
         width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)), spec.value_dim if isinstance(spec, KVSpec) else 0)

@@ -6,7 +6,7 @@ Every base is honest and must pass the cases that its mutants fail: a mutant tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ class PackedBase(MutantBase):
         """Takes the packed formats where linear and embed take f32."""
         if q.op in ("linear", "embed"):
             mine = tuple("f32" if d in self.formats else d for d in q.dtypes)
-            q = OpQuery(q.op, mine, q.shapes, q.dims, q.attrs, q.specs)
+            q = replace(q, dtypes=mine)
         return super().supports(q)
 
     def pack_layout(self, shape: Sequence[int], format: str, uses: frozenset[str]) -> PackedLayout | None:

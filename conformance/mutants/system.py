@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class UnknownAttributes(MutantBase):
 
     def supports(self, q: OpQuery) -> Yes | No:
         known = {k: v for k, v in q.attrs.items() if k != "sharpness"}
-        return super().supports(OpQuery(q.op, q.dtypes, q.shapes, q.dims, known, q.specs))
+        return super().supports(replace(q, attrs=known))
 
 
 class UnknownValues(MutantBase):
@@ -58,7 +59,7 @@ class UnknownValues(MutantBase):
 
     def supports(self, q: OpQuery) -> Yes | No:
         known = {k: v for k, v in q.attrs.items() if k != "mask"}
-        return super().supports(OpQuery(q.op, q.dtypes, q.shapes, q.dims, known, q.specs))
+        return super().supports(replace(q, attrs=known))
 
 
 class WrongName(MutantBase):

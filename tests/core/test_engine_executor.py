@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
 from fastllm.core.request import Request
 from fastllm.core.sampling import SamplingParams
+from fastllm.core.step import StepBatch
 from fastllm.core.weights import TensorSource, WeightRef
 
 WIDE = {"max_tokens": 64, "max_sequences": 8, "max_rows": 16, "context": 64, "block_size": 8, "num_blocks": 64}
@@ -97,3 +101,32 @@ def test_arithmetic_that_is_not_finite_fails_the_request_with_a_reason():
     next(array for (_, name), array in broken._host.items() if name == "freq")[...] = np.nan
     with Engine(broken) as engine, pytest.raises(EngineError, match="no finite logit at position 3"):
         engine.submit(Request([1, 2, 3], SamplingParams(max_tokens=2))).result(60)
+
+
+def test_an_executor_keeps_nothing_of_requests_that_have_ended():
+    class Told:
+        def __call__(self, done, cached):
+            pass
+
+    told, runs = Told(), executor()
+    left = weakref.ref(told)
+    with Engine(runs) as engine:
+        engine.submit(Request([1, 2, 3], SamplingParams(max_tokens=3), on_progress=told)).result(60)
+    del told
+    gc.collect()
+    assert left() is None
+    assert runs._batch is None
+
+
+def test_an_executor_keeps_no_batch():
+    runs = executor()
+    batch = StepBatch(*(np.zeros(n, np.int32) for n in (1, 1, 1)), np.array([0, 1], np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+    runs.run(batch)
+    batch.moved = True
+    runs.run(batch)
+    left = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert left() is None
+    runs.close()
+    assert runs._copies is None  # nor its arrays

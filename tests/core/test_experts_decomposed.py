@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastllm.api import No, RefBackend, Yes
-from fastllm.core.errors import ShapeError
+from fastllm.api import No, PackedLayout, RefBackend, Yes
+from fastllm.backends.cpu_avx.backend import CpuBackend
+from fastllm.core.errors import ShapeError, UnsupportedError
 from fastllm.core.executor import Executor
 from fastllm.core.graph import GraphBuilder
 from fastllm.core.placement import Placement
@@ -113,6 +114,56 @@ def test_an_inherited_moe_gives_way_to_its_parts_where_these_are_native_and_stay
     for others in ({}, {"ref": RefBackend()}):
         plan, _ = planned({"own": Own(inherits=("moe", "linear")), **others}, 5, 2)
         assert [d.impl for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"] == ["ref.moe"]
+
+
+def test_experts_that_a_file_has_as_the_device_packs_them_are_read_from_there():
+    class Maps(Own):
+        maps_weights = True
+
+        def pack_layout(self, shape, format, uses):
+            return PackedLayout("own.f32", 1, format, tuple(shape), 4 * shape[0] * shape[1]) if tuple(shape) == (24, 16) else None
+
+    own = Maps(("moe",))
+    graph, refs, sources = experts_model(5, 2)
+    stack = sources.pop("gate").data.view(np.float32).reshape(5, 24, 16)
+    for e in range(5):
+        room = np.zeros(stack[e].nbytes + 64, np.uint8)
+        data = room[-room.ctypes.data % 64 :][: stack[e].nbytes]
+        data[:] = stack[e].reshape(-1).view(np.uint8)
+        sources[f"gate.{e}"] = TensorSource(f"gate.{e}", (24, 16), "f32", data, packed=own.pack_layout((24, 16), "f32", frozenset()))
+    refs["gate"] = refs["up"] = WeightRef("", parts=tuple(WeightRef(f"gate.{e}") for e in range(5)))
+    plan = make_plan(graph, refs, sources, {"own": own}, Placement.on("own"), LIMITS)
+    assert plan.places[("own", "gate[4]")].arena == "mapped"
+    executor = Executor(plan, refs, sources, {"own": own})
+    ids = batch((3, 1, 4))
+    found = executor.run(ids).logits.copy()
+    executor.close()
+    graph, refs, sources = experts_model(5, 2)
+    refs["up"] = refs["gate"]
+    wanted = Executor(make_plan(graph, refs, sources, {"ref": RefBackend()}, Placement.on("ref"), LIMITS), refs, sources, {"ref": RefBackend()})
+    np.testing.assert_array_equal(found, wanted.run(ids).logits)
+    wanted.close()
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_a_cpu_without_moe_says_in_time_that_it_takes_no_ids_with_a_stride(chosen):
+    class Cpu(CpuBackend):
+        def supports(self, q):
+            return No("no moe here") if q.op == "moe" else super().supports(q)
+
+    _, wanted = planned({"ref": RefBackend()}, 5, chosen)
+    cpu = Cpu(threads=1, act="f32")
+    try:
+        plan, found = planned({"cpu": cpu, "ref": RefBackend()}, 5, chosen)
+        moe = [d for d in plan.decisions if plan.graph.nodes[d.node].op == "moe"]
+        assert [d.device for d in moe] == ["ref"] * (chosen - 1)  # the column of one that every row chooses is contiguous
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        if chosen > 1:
+            with pytest.raises(UnsupportedError) as refused:
+                planned({"cpu": cpu}, 5, chosen)
+            assert refused.value.why == "cpu: 'embed' takes a contiguous vector of i32, not one with a stride of 2"
+    finally:
+        cpu.close()
 
 
 def test_only_a_weight_has_matrices_and_only_those_that_it_has():
