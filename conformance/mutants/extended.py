@@ -146,21 +146,25 @@ def _overrun(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., 
     return call
 
 
-def _stale_state(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
-    """The last row of a step does not get into the state."""
+def _stale_state(*rows_at: int) -> Breaker:
+    """The last row of a step does not get into the state. rows_at: places of the inputs that have a row for each token."""
 
-    def call(state: Any, *inputs: Any, out: Any, **more: Any) -> None:
-        honest(state, *inputs, out=out, **more)
-        rows = inputs[0].shape[0]
-        if rows < 2:
-            return
-        kept = backend.array(out).copy()
-        starts = backend.array(inputs[-2]).copy()
-        starts[-1] = max(starts[-2], starts[-1] - 1)
-        honest(state, *inputs[:-2], backend.temporary(starts, inputs[-2]), inputs[-1], out=out, **more)
-        backend.array(out)[...] = kept
+    def breaker(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+        def call(state: Any, *inputs: Any, out: Any, **more: Any) -> None:
+            before = state.buffer.handle.copy()
+            honest(state, *inputs, out=out, **more)
+            starts = backend.array(inputs[-2]).copy()
+            if starts[-1] - starts[-2] < 2:
+                return
+            starts[-1] -= 1
+            state.buffer.handle[...] = before
+            cut = [backend.temporary(backend.array(t)[:-1], t) if i in rows_at else t for i, t in enumerate(inputs)]
+            cut[-2] = backend.temporary(starts, inputs[-2])
+            honest(state, *cut, out=backend.temporary(backend.array(out)[:-1], out), **more)
 
-    return call
+        return call
+
+    return breaker
 
 
 def _zero_when_new(positions: Array) -> Array:
@@ -174,7 +178,7 @@ def _short_conv() -> Iterator[tuple[str, str, str, str, Breaker]]:
     yield "activation_ignored", "the activation is always silu", a + "*/spread#bound", "bound", _attrs(kind="silu")
     yield "state_forgotten", "every step begins with zeros", a + "*/pieces#d2", "d2", changed(3, lambda p: p * 0)
     yield "old_state_seen", "a sequence that begins sees what its slot held", a + "*/ragged#bound", "bound", changed(3, _zero_when_new)
-    yield "last_row_not_kept", "the last row of a step does not get into the state", a + "*/pieces#d2", "d2", _stale_state
+    yield "last_row_not_kept", "the last row of a step does not get into the state", a + "*/pieces#d2", "d2", _stale_state(0, 2)
     yield "next_slot_written", "the slot behind is written, too", a + "*/ragged#bound", "guard", _overrun
     yield "slots_exchanged", "sequences take each other's slots", a + "*/pieces#d2", "guard", changed(5, lambda s: np.roll(s, 1))
     yield "rows_reversed", "the rows of a step are taken from the last to the first", a + "*/long#bound", "bound", _reversed_rows(1)
@@ -192,7 +196,7 @@ def _delta_rule() -> Iterator[tuple[str, str, str, str, Breaker]]:
     yield "groups_modulo", "value head h takes query head h % J", a + "*/ragged#bound", "bound", _modulo
     yield "state_forgotten", "every step begins with zeros", a + "*/pieces#d2", "d2", changed(8, lambda p: p * 0)
     yield "old_state_seen", "a sequence that begins sees what its slot held", a + "*/ragged#bound", "bound", changed(8, _zero_when_new)
-    yield "last_row_not_kept", "the last row of a step does not get into the state", a + "*/pieces#d2", "d2", _stale_state
+    yield "last_row_not_kept", "the last row of a step does not get into the state", a + "*/pieces#d2", "d2", _stale_state(0, 1, 2, 3, 4, 7)
     yield "next_slot_written", "the slot behind is written, too", a + "*/ragged#bound", "guard", _overrun
     yield "slots_exchanged", "sequences take each other's slots", a + "*/pieces#d2", "guard", changed(10, lambda s: np.roll(s, 1))
     yield "key_in_f16", "keys rounded to f16, undeclared", a + "*/long#bound", "bound", changed(2, lambda k: k.astype(np.float16).astype(F32))
