@@ -3,7 +3,7 @@ than `backends/ref`. A bound is right if kernels that share nothing need little 
 
 `Blas` multiplies by BLAS, whose order of sums is the library's; takes exponentials to base 2; runs attention online, block by block; and sums
 experts one after the other over all rows. `Groups` rounds activations to int8 in groups of 32 and sums group by group, as kernels with integer
-products do. Neither promises what an engine needs (a row's bits depend on the number of rows): nothing but `calibrate` opens them.
+products do; all else of it is `Blas`, so the two count as one. Neither promises what an engine needs (a row's bits depend on the number of rows): nothing but `calibrate` opens them.
 """
 
 from __future__ import annotations
@@ -298,13 +298,13 @@ class Blas(RefBackend):
 
 
 class Groups(Blas):
-    """Activations of products rounded to int8 in groups of 32 (the last one of a row may be shorter), sums by groups, in f32."""
+    """Activations of products rounded to int8 in groups of 32, sums by groups, in f32; what is around the products is Blas's."""
 
     name = "groups"
     act = f"q8_g{GROUP}"
 
     def supports(self, q: OpQuery) -> Yes | No:
-        """Only products whose rows are whole groups, and only of formats that are coded: those of f32 are Blas's."""
+        """Only products with weights of a coded format, whose blocks, and so whose rows, are whole groups."""
         coded = any(d in blocks.BLOCK_BYTES for d in q.dtypes)
         if q.op not in ("linear", "moe") or not coded:
             return No("only products with coded weights are computed in groups")

@@ -92,12 +92,11 @@ class _Planner:
             return True
         if node.op not in PRIMITIVE_OPS:
             return False
-        if not self._runs_parts(node, device):
-            return any(isinstance(self._ask(node, other), Yes) for other in self.backends)
         chosen, count = experts_of_row(self.graph, node)
-        if count <= DENSE * chosen or self.fallback == "error":
-            return False
-        return any(self._runs(node, other) for other, backend in self.backends.items() if backend.name != "ref")
+        much = count > DENSE * chosen and self.fallback != "error"
+        if much and any(self._runs(node, other) for other, backend in self.backends.items() if backend.name != "ref"):
+            return True
+        return any(isinstance(self._ask(node, other), Yes) for other in self.backends) and not self._runs_parts(node, device)
 
     def _runs(self, node: Node, device: str) -> bool:
         """Whether a device runs a node natively."""

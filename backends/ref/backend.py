@@ -92,7 +92,7 @@ class RefBackend(Backend):
     # support --------------------------------------------------------------------------------------------------------
 
     def supports(self, q: OpQuery) -> Yes | No:
-        """Every op without a decomposition, in f32; weights in f32 (the engine decodes every format to it without loss)."""
+        """Every op of `PRIMITIVE_OPS`, in f32; weights in f32 (the engine decodes every format to it without loss)."""
         spec = CATALOGUE.get(q.op)
         if spec is None or q.op not in PRIMITIVE_OPS or spec.since > OPSET:
             return No(f"'{q.op}' is not an op of opset {OPSET} that is defined in numpy")
@@ -114,7 +114,7 @@ class RefBackend(Backend):
         return Yes(f"ref.{q.op}", weight=kept if q.op == "attention" else None, angle="f64")
 
     def ops(self) -> Mapping[str, OpFn]:
-        """`ref.NAME` for every op without a decomposition but `sample`."""
+        """`ref.NAME` for every op of `PRIMITIVE_OPS` but `sample`."""
         return {f"ref.{name}": _quiet(getattr(self, f"_op_{name}")) for name in PRIMITIVE_OPS if name != "sample"}
 
     # operands -------------------------------------------------------------------------------------------------------

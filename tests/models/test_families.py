@@ -6,23 +6,29 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fastllm.api import RefBackend
+from fastllm.api import No, OpQuery, RefBackend, Yes
 from fastllm.backends.cpu_avx.backend import CpuBackend
+from fastllm.convert import convert_model
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import StepLimits, make_plan
 from fastllm.core.step import StepBatch
-from fastllm.models import FAMILIES, supported
+from fastllm.formats import open_model
+from fastllm.formats.quant_rules import QuantRules
+from fastllm.loading import LoadOptions
+from fastllm.models import FAMILIES, build, supported
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(p.name for p in FIXTURES.iterdir())
 CASES = [(name, "huggingface") for name in NAMES] + [(n, "gguf") for n in NAMES if (FIXTURES / n / "model.gguf").exists()]
 HARD = ["deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "gemma3", "mixtral"]
 SHORT = [(name, source) for name, source in CASES if (FIXTURES / name / "short_logits.npy").exists()]
+EXPERTS = ["deepseek_v2", "deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "granite_moe", "kimi_k2", "mixtral", "olmoe", "qwen2_moe", "qwen2_moe_all", "qwen3_moe", "qwen3_next"]
 TOLERANCE = 1e-4  # in standard deviations of the logits
 PROMPT = 24
 
@@ -55,6 +61,38 @@ def test_prefill_in_chunks_and_16_decode_steps_give_the_same_logits(name, backen
     case = tiny(name)
     with RefBackend() if backend == "ref" else CpuBackend(threads=2, act="f32", kv_dtype="f32") as device:
         assert case.error(_in_steps(case, backend, device, [0, 1, 8, 19, PROMPT])) <= TOLERANCE
+
+
+class WithoutMoe(RefBackend):
+    """`ref`, whose experts are core ops."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        return No("no moe here") if q.op == "moe" else super().supports(q)
+
+
+@pytest.mark.parametrize(("name", "source"), [(n, s) for n, s in CASES if n in EXPERTS])
+def test_experts_as_core_ops_give_the_bits_of_the_op(name, source, tiny):
+    case = tiny(name, source)
+    whole, parts = (_in_steps(case, "ref", backend, [0, PROMPT]) for backend in (RefBackend(), WithoutMoe()))
+    assert parts.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granite_moe", "mixtral"])
+def test_experts_as_core_ops_are_read_from_packed_stacks(name, tiny, tmp_path):
+    out = tmp_path / "packed.flm"
+    with open_model(FIXTURES / name) as files:
+        convert_model(files, out, QuantRules(dtype="int8"), LoadOptions(threads=1), backend="cpu_avx", memory_bytes=1 << 28)
+    with open_model(out) as files, CpuBackend(threads=1) as cpu:
+        sources = {n: t if t.packed is None else replace(t, unpack=cpu.unpack_weight) for n, t in files.stored.items()}
+        assert any(t.packed is not None and len(t.shape) == 3 for t in sources.values())
+        model = build(files.kind, files.architecture, files.config, files.tensors, context_limit=40, ready=files.ready)
+        case = SimpleNamespace(files=SimpleNamespace(tensors=sources), model=model, ids=tiny(name).ids)
+        whole, parts = (_in_steps(case, "ref", backend, [0, PROMPT]) for backend in (RefBackend(), WithoutMoe()))
+        assert parts.tobytes() == whole.tobytes()
+
+
+def test_every_fixture_with_experts_is_run_as_core_ops(tiny):
+    assert [name for name in NAMES if any(n.op == "moe" for n in tiny(name).model.graph.nodes)] == EXPERTS
 
 
 def test_fixtures_of_hard_models_have_every_kind_of_layer_in_its_pattern(tiny):
