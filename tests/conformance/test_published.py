@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastllm.api import UsageError
+from fastllm.api import API_VERSION, UsageError
 from fastllm.cli.main import run_command
 from fastllm.conformance.calibrate import calibrate, named_target
 from fastllm.conformance.case import CaseResult
@@ -20,6 +20,7 @@ from fastllm.conformance.sources import kernel_hash, source_folders
 from fastllm.conformance.suite import all_cases
 
 ROOT = Path(__file__).resolve().parents[2]
+API = "{}.{}".format(*API_VERSION)
 
 
 def report(folder, level="bronze", **more):
@@ -28,7 +29,7 @@ def report(folder, level="bronze", **more):
     cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", native=False, margin=0.5 if c.bin else None) for c in wanted]
     earned = standing(cases, "bronze", whole=True)
     body = {
-        "schema": SCHEMA, "suite": SUITE_VERSION, "api": "1.0", "opset": 1, "engine": "0", "backend": "acme", "distribution": "acme", "version": "0.3", "device": "d", "environment": {},
+        "schema": SCHEMA, "suite": SUITE_VERSION, "api": API, "opset": 1, "engine": "0", "backend": "acme", "distribution": "acme", "version": "0.3", "device": "d", "environment": {},
         "options": {}, "execution": "device", "device_kind": "device", "emulated": False, "expected": [], "floors": [], "sources": "ab", "tolerance": {}, "date": "2026-01-01", "command": "run", "seed": 1, "asked": level, "quick": False,
         "filters": {"op": [], "case": []}, "time_s": 3.0, "standing": earned.as_dict(), "perf": None, "cases": [c.as_dict() for c in cases], **more,
     }  # fmt: skip
@@ -152,7 +153,7 @@ def test_the_documents_say_when_the_sources_have_changed(tmp_path, monkeypatch):
     (package / FILE).unlink()
     text = script.conformance_reports()
     assert f"No result of suite {SUITE_VERSION} is published" in text
-    assert f"Pages of earlier runs, which say nothing about the sources of today:\n\n- [acme](conformance/acme/conformance.md): suite {SUITE_VERSION}, interface 1.0, 2026-01-01" in text
+    assert f"Pages of earlier runs, which say nothing about the sources of today:\n\n- [acme](conformance/acme/conformance.md): suite {SUITE_VERSION}, interface {API}, 2026-01-01" in text
 
 
 def test_the_hash_is_over_every_folder_that_the_package_names(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import pytest
 
+from fastllm.core.backend import API_VERSION
 from fastllm.core.errors import BackendBroken, BackendDisabled, BackendNotFound, BackendUnavailable, ConfigError, UsageError
 from fastllm.core.graph import GraphBuilder
 from fastllm.core.plugins import BackendRegistry
@@ -253,7 +254,7 @@ def test_states_can_be_printed_as_json(site, env, plugin):
     rows = {s.name: json.loads(json.dumps(s.as_dict())) for s in BackendRegistry(env=env).states()}
     assert rows["acme_npu"]["error"]["exit_code"] == 4
     assert rows["acme_npu"]["options"]["mode"] == {"type": "str", "default": "fast", "choices": ["fast", "exact"], "help": ""}
-    assert (rows["acme_npu"]["state"], rows["acme_npu"]["api"], rows["acme_npu"]["version"]) == ("unavailable", "1.0", "0.3.1")
+    assert (rows["acme_npu"]["state"], rows["acme_npu"]["api"], rows["acme_npu"]["version"]) == ("unavailable", "{}.{}".format(*API_VERSION), "0.3.1")
     assert (rows["ref"]["error"], rows["ref"]["exit_code"], rows["acme_npu"]["exit_code"]) == (None, 0, 4)
     assert rows["ref"]["devices"][0]["id"]
     assert rows["cpu_avx"]["state"] == "disabled"
