@@ -115,17 +115,22 @@ def lines() -> Iterable[str]:
                     model.close()
 
 
-def main() -> None:
-    """Prints the table; `--write` also stores it."""
+def tell(lines: Iterable[str], begin: str, end: str) -> None:
+    """Prints a table line by line as it is measured; with `--write` on the command line it also replaces what stands between two marks of docs/numerics.md."""
     table = []
-    for line in lines():
+    for line in lines:
         print(line, flush=True)
         table.append(line)
     if "--write" in sys.argv[1:]:
         path = ROOT / "docs" / "numerics.md"
         text = path.read_text(encoding="utf-8")
-        new = re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: BEGIN + "\n".join(table) + "\n" + END, text, flags=re.DOTALL)
+        new = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _: begin + "\n".join(table) + "\n" + end, text, flags=re.DOTALL)
         path.write_text(new, encoding="utf-8")
+
+
+def main() -> None:
+    """Prints the table; `--write` also stores it."""
+    tell(lines(), BEGIN, END)
 
 
 if __name__ == "__main__":

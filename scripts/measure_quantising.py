@@ -11,14 +11,13 @@ distributions says more: from the twin, and, for rounded activations, from the s
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from measure_accuracy import MODELS, REFERENCE, ROOT, Model, perplexity
+from measure_accuracy import MODELS, REFERENCE, Model, perplexity, tell
 
 from fastllm.convert import convert_model
 from fastllm.formats import open_model, resolve
@@ -81,15 +80,7 @@ def lines() -> Iterable[str]:
 
 def main() -> None:
     """Prints the table; `--write` also stores it."""
-    table = []
-    for line in lines():
-        print(line, flush=True)
-        table.append(line)
-    if "--write" in sys.argv[1:]:
-        path = ROOT / "docs" / "numerics.md"
-        text = path.read_text(encoding="utf-8")
-        new = re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: BEGIN + "\n".join(table) + "\n" + END, text, flags=re.DOTALL)
-        path.write_text(new, encoding="utf-8")
+    tell(lines(), BEGIN, END)
 
 
 if __name__ == "__main__":

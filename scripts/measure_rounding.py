@@ -10,14 +10,12 @@ quantised (`stored`); the other files are made of it by `fastllm convert --allow
 
 from __future__ import annotations
 
-import re
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from measure_accuracy import MODELS, ROOT, Model
+from measure_accuracy import MODELS, ROOT, Model, tell
 
 from fastllm.convert import convert_model
 from fastllm.formats import open_model, resolve
@@ -82,15 +80,7 @@ def lines() -> Iterable[str]:
 
 def main() -> None:
     """Prints the table; `--write` also stores it."""
-    table = []
-    for line in lines():
-        print(line, flush=True)
-        table.append(line)
-    if "--write" in sys.argv[1:]:
-        path = ROOT / "docs" / "numerics.md"
-        text = path.read_text(encoding="utf-8")
-        new = re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: BEGIN + "\n".join(table) + "\n" + END, text, flags=re.DOTALL)
-        path.write_text(new, encoding="utf-8")
+    tell(lines(), BEGIN, END)
 
 
 if __name__ == "__main__":

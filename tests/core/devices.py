@@ -56,17 +56,23 @@ class Accelerator(RefBackend):
         dst.cast("B")[:] = src.handle.bytes[offset : offset + dst.nbytes].data
 
 
-def tiny(softcap=True):
-    """One layer with attention; returns graph, weight refs and sources."""
-    rng = np.random.default_rng(7)
-    g = GraphBuilder("tiny")
-    sources, refs = {}, {}
+def random_weights(g, seed, spread=0.3):
+    """weight(name, shape, dtype="any") puts random f32 values into graph g; returns it with the refs and sources that it fills."""
+    rng, refs, sources = np.random.default_rng(seed), {}, {}
 
     def weight(name, shape, dtype="any"):
-        values = (rng.standard_normal(shape) * 0.3).astype(np.float32)
+        values = (rng.standard_normal(shape) * spread).astype(np.float32)
         sources[name] = TensorSource(name, shape, "f32", values.reshape(-1).view(np.uint8))
         refs[name] = WeightRef(name)
         return g.weight(name, shape, dtype)
+
+    return weight, refs, sources
+
+
+def tiny(softcap=True):
+    """One layer with attention; returns graph, weight refs and sources."""
+    g = GraphBuilder("tiny")
+    weight, refs, sources = random_weights(g, 7)
 
     x = g.embed(g.input("ids"), weight("embed", (32, 16)))
     with g.tag(layer=0, role="attn"):

@@ -18,22 +18,16 @@ from fastllm.core.planner import StepLimits, make_plan
 from fastllm.core.request import Request
 from fastllm.core.sampling import SamplingParams
 from fastllm.core.step import StepBatch
-from fastllm.core.weights import TensorSource, WeightRef
+
+from .devices import random_weights
 
 WIDE = {"max_tokens": 64, "max_sequences": 8, "max_rows": 16, "context": 64, "block_size": 8, "num_blocks": 64}
 
 
 def executor(**limits: int) -> Executor:
     """One attention layer of random weights, 32 tokens of vocabulary."""
-    rng = np.random.default_rng(7)
     g = GraphBuilder("tiny")
-    sources, refs = {}, {}
-
-    def weight(name, shape, dtype="any"):
-        values = (rng.standard_normal(shape) * 0.5).astype(np.float32)
-        sources[name] = TensorSource(name, shape, "f32", values.reshape(-1).view(np.uint8))
-        refs[name] = WeightRef(name)
-        return g.weight(name, shape, dtype)
+    weight, refs, sources = random_weights(g, 7, 0.5)
 
     x = g.embed(g.input("ids"), weight("embed", (32, 16)))
     h = g.rms_norm(x, weight("norm", (16,), "f32"), eps=1e-5)

@@ -14,19 +14,13 @@ from fastllm.core.placement import Placement
 from fastllm.core.planner import make_plan
 from fastllm.core.weights import TensorSource, WeightRef
 
-from .devices import LIMITS, batch
+from .devices import LIMITS, batch, random_weights
 
 
 def experts_model(count, chosen, biases=True):
     """A graph with one `moe`; refs and sources of its weights."""
-    rng = np.random.default_rng(3)
-    g, refs, sources = GraphBuilder("experts"), {}, {}
-
-    def weight(name, shape, dtype="any"):
-        values = (rng.standard_normal(shape) * 0.3).astype(np.float32)
-        sources[name] = TensorSource(name, shape, "f32", values.reshape(-1).view(np.uint8))
-        refs[name] = WeightRef(name)
-        return g.weight(name, shape, dtype)
+    g = GraphBuilder("experts")
+    weight, refs, sources = random_weights(g, 3)
 
     x = g.embed(g.input("ids"), weight("embed", (32, 16)))
     ids, weights = g.route_topk(g.linear(x, weight("router", (count, 16))), k=chosen)
