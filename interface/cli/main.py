@@ -1,7 +1,7 @@
 """The command `fastllm`: signals, streams, and the one place where errors become exit codes.
 
 Exit codes: 0, 1 failure, 2 usage, 3 broken plug-in, 4 backend unavailable, 5 unsupported, 130 Ctrl-C, 141 closed pipe; SIGTERM and
-SIGHUP end the process as signals. Only the standard library is imported before Ctrl-C is under control.
+SIGHUP end the process as signals. `start`, which comes before, has Ctrl-C under control.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m fastllm`."""
+    """What `start` calls: a command line from its streams to its exit."""
     signals.leave_at_once()
     _open_streams()
     try:
         code = run_command(sys.argv[1:], ready=signals.unwind)
+        signals.leave_at_once()
     except signals.Terminated as end:
         _drop_streams()
         signals.die_of(end.number)
         code = 128 + end.number
-    signals.leave_at_once()
+    except KeyboardInterrupt:  # it came when the command had ended, or again
+        code = signals.INTERRUPTED
     if code == signals.INTERRUPTED:  # not sys.exit: CPython may remember the exception from an `exec` and die of SIGINT instead
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -74,8 +76,8 @@ def run_command(args: list[str], ready: Callable[[], None] = lambda: None) -> in
 
     from .group import cli
 
-    ready()
     try:
+        ready()
         return _run(cli, args)
     except signals.Terminated:
         raise
@@ -207,7 +209,3 @@ def _drop_streams() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(null, stream.fileno())
     os.close(null)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 Until a command runs, Ctrl-C leaves at once: nothing is open and an exception could be lost inside an import. While one runs, Ctrl-C
 is KeyboardInterrupt in the main thread, and SIGTERM and SIGHUP unwind it, so that what is half-written is removed; the process then
 dies of that signal, as its parent expects. What was ignored at the start (nohup, a background job) stays ignored.
-Imports nothing heavy: `main` calls this before anything else.
+Imports nothing heavy: `main` calls this before anything else; `start`, before that, has Ctrl-C leave in the same way.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ def _set(number: int, handler: Any) -> None:
 
 
 def leave_at_once() -> None:
-    """Ctrl-C ends the process with 130, without an exception."""
+    """Ctrl-C ends the process with 130, without an exception, and termination as that signal."""
     _set(signal.SIGINT, _leave)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _terminate:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def unwind() -> None:
