@@ -189,6 +189,12 @@ class GraphBuilder:
             raise ShapeError(f"'{stack.name}' ({stack.kind}) of shape {list(stack.shape)} has no matrix {index} to take")
         return self._declare(Value(f"{stack.name}[{index}]", stack.shape[1:], stack.dtype, "weight"))
 
+    def column(self, matrix: Value, index: int) -> Value:
+        """One of the columns of a matrix that is a weight in f32: [N, K] -> [N]."""
+        if matrix.kind != "weight" or matrix.dtype != "f32" or len(matrix.shape) != 2 or not 0 <= index < int(matrix.shape[1]):
+            raise ShapeError(f"'{matrix.name}' ({matrix.kind}, {matrix.dtype}) of shape {list(matrix.shape)} has no column {index} to take")
+        return self._declare(Value(f"{matrix.name}[:, {index} of {matrix.shape[1]}]", matrix.shape[:1], "f32", "weight"))
+
     def const(self, name: str, data: np.ndarray) -> Value:
         """A small constant kept in the graph (rope frequencies, slopes, scalars), stored as f32 or i32."""
         data = np.ascontiguousarray(data, np.int32 if np.issubdtype(data.dtype, np.integer) else np.float32)
@@ -202,9 +208,9 @@ class GraphBuilder:
         """A constant of shape [1], for scaling by `mul`."""
         return self.const(f"const.{value!r}", np.array([value], np.float32))
 
-    def kv_cache(self, name: str, num_kv_heads: int, key_dim: int, value_dim: int) -> Value:
-        """The paged cache of one attention layer."""
-        return self._declare(Value(name, (), "kv", "state", spec=KVSpec(num_kv_heads, key_dim, value_dim)))
+    def kv_cache(self, name: str, num_kv_heads: int, key_dim: int, value_dim: int, dtype: str | None = None) -> Value:
+        """The paged cache of one attention layer. dtype: as in KVSpec."""
+        return self._declare(Value(name, (), "kv", "state", spec=KVSpec(num_kv_heads, key_dim, value_dim, dtype)))
 
     def slot_state(self, name: str, shape: tuple[int, ...], dtype: str = "f32") -> Value:
         """State of fixed size per sequence, found through `state_slot`."""
@@ -239,6 +245,12 @@ class GraphBuilder:
         if (x.view is not None and x.view.strides != flat) or not 0 <= start <= size - _count(shape)[0]:
             raise ShapeError(f"a row of {size} elements has no window of {list(shape)} at {start}")
         return self._alias(x, (x.shape[0], *shape), start, (flat[0], *_strides(shape)))
+
+    def repeat(self, x: Value, count: int) -> Value:
+        """A constant matrix [N, K] as `count` equal ones [count, N, K], without a copy."""
+        if x.kind != "const" or x.view is not None or len(x.shape) != 2 or count < 1:
+            raise ShapeError(f"'{x.name}' ({x.kind}) of shape {list(x.shape)} is no constant matrix to repeat {count} times")
+        return self._alias(x, (count, *x.shape), 0, (0, *_strides(x.shape)))
 
     def _alias(self, x: Value, shape: Shape, offset: int, strides: tuple[int, ...]) -> Value:
         if x.kind not in ("temp", "const"):

@@ -352,7 +352,7 @@ _SPECS = (
         without a finite logit gives −1, which the engine turns into an error."""),
     OpSpec("route_topk", ("logits", "choose_bias?"), _route_topk,
            {"k": Attr(low=1), "score": Attr("softmax", SCORES), "groups": Attr(1, low=1), "keep_groups": Attr(1, low=1),
-            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, indivisible="its ids are i32, and of the core ops only sample makes such: one for each of R sampled rows, by parameters that the step has for these rows alone", doc="""
+            "group_score": Attr("max", ("max", "top2sum")), "renorm": Attr(0, (0, 1)), "scale": Attr(1.0)}, indivisible="its ids are i32, and of the core ops only `sample` makes such: one for each of R sampled rows, by parameters that the step has for these rows alone. Which expert comes next could be found with softmax and products by 1 and 0, in about ten ops for each of k; to copy E logits to the next device costs less", doc="""
         ids i32[T, k] and weights f32[T, k] of the experts of each row. s = softmax(logits), σ(logits), or (softmax_of_chosen) the
         logits; c = s + choose_bias. The E experts are `groups` runs of equal length; a group counts with its largest c, or (top2sum)
         the sum of its two largest; only the `keep_groups` best take part. Chosen are the k largest c, in descending order; ties go to
@@ -363,16 +363,16 @@ _SPECS = (
         out[t] = Σ_j weights[t, j] · y_e with e = ids[t, j] and y_e = down_e · act_mul(gate_e · x[t], up_e · x[t]), each product with
         its bias. gate, up: [E, F, C]; down: [E, C, F], of any format; ids: distinct in a row, in 0…E−1. The sum begins with 0 and
         takes the experts in ascending order of their ids (Shazeer et al. 2017, eq. 1)."""),
-    OpSpec("concat", ("x", "y"), _concat, indivisible="core ops write whole results from operands of their own width; products with parts of the identity would carry a NaN of one half into the other, and need a matrix of (A + B) · (A + B) for each head", doc="""
+    OpSpec("concat", ("x", "y"), _concat, decompose=rules.concat, doc="""
         out[..., :A] = x, out[..., A:] = y; A: length of x's last axis (latent attention: a row of the cache is [latent | rotated key])."""),
     OpSpec("short_conv", ("state", "x", "weight", "positions", "query_start", "state_slot"), _short_conv,
-           {"kind": Attr("silu", ACTIVATIONS)}, indivisible="it needs the L − 1 inputs before the step, and core ops keep nothing but keys and values: a cache in f32 would hold ctx · C numbers instead of (L − 1) · C, and attention would have to find each of them again", doc="""
+           {"kind": Attr("silu", ACTIVATIONS)}, decompose=rules.short_conv, doc="""
         Causal convolution of each channel over its last L inputs: out[t] = act(Σ_l weight[:, l] · x[t − L + 1 + l]), l ascending. The
         L − 1 inputs before a step's first row of sequence s are the state of slot state_slot[s], [L − 1, C], oldest first; they are
         zeros where that row's position is 0. Afterwards the state holds the last L − 1 inputs."""),
     OpSpec("delta_rule",
            ("state", "query", "key", "value", "a", "b", "a_log", "dt_bias", "positions", "query_start", "state_slot"),
-           _delta_rule, {"eps": Attr(1e-6)}, indivisible="each row needs the state that the row before it left, and no core op carries a value from one row of a step to the next, nor is the number of rows known when a graph is built", doc="""
+           _delta_rule, {"eps": Attr(1e-6)}, indivisible="each row needs the state that the row before it left. No core op carries a value from one row of a step to the next, but attention, which can only give means of what is in a cache; and token by token it cannot be written either, as a graph does not know how many rows a step has", doc="""
         Gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10), row by row of a sequence in ascending order. Value head h uses
         query and key of head h // (H / J); q = query / sqrt(Σ query² + eps) / sqrt(Dk), k = key / sqrt(Σ key² + eps). With
         S [Dk, Dv] of (sequence, h): S ← exp(−exp(a_log) · softplus(a + dt_bias)) · S; S ← S + k ⊗ σ(b) · (value − Sᵀk); out = Sᵀq.
@@ -386,5 +386,5 @@ CATALOGUE: Final[dict[str, OpSpec]] = {spec.name: spec for spec in _SPECS}
 CORE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.core)
 """Names of the core ops of this opset, in catalogue order."""
 
-PRIMITIVE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.decompose is None or spec.name == "moe")
-"""Names of the ops that `RefBackend` defines: those without a decomposition, and `moe`, whose decomposition does more work than the op."""
+PRIMITIVE_OPS: Final = tuple(spec.name for spec in _SPECS if spec.decompose is None or spec.name in rules.DEARER)
+"""Names of the ops that `RefBackend` defines: those without a decomposition, and those whose decomposition does more work than the op."""

@@ -14,10 +14,11 @@ from .backend import Backend, No, OpQuery, PackedLayout, Yes, plain_bytes
 from .decompose import decompose, expand
 from .errors import UnsupportedError, UsageError
 from .graph import Graph, KVSpec, Node, SlotSpec, Value, experts_of_row
-from .ops import CATALOGUE, OPSET, PRIMITIVE_OPS
+from .ops import CATALOGUE, OPSET
 from .placement import Placement
 from .plan import HOST, INHERITED, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
+from .rules import COPYING, DEARER
 from .weights import TensorSource, WeightRef, stored_as, with_matrices
 
 __all__ = ["Copy", "Decision", "Place", "Plan", "Segment", "StepLimits", "make_plan"]
@@ -85,18 +86,23 @@ class _Planner:
         return self.plan
 
     def _stays_whole(self, node: Node, device: str) -> bool:
-        """Whether a node is not decomposed: its device runs it natively; or the decomposition computes all experts, and the device does not run
-        every part of it natively, or another device runs the op natively and would do a small part of the work. What `ref` would do, or a
+        """Whether a node is not decomposed: its device runs it natively; or the parts are dearer than the op, and the device does not run
+        every one of them natively, or another device runs the op natively and the parts are much dearer. What `ref` would do, or a
         device only inherits, is numpy on the host: that counts only where nobody runs the parts."""
         if self._runs(node, device):
             return True
-        if node.op not in PRIMITIVE_OPS:
+        if node.op not in DEARER:
             return False
-        chosen, count = experts_of_row(self.graph, node)
-        much = count > DENSE * chosen and self.fallback != "error"
+        much = self._much_dearer(node) and self.fallback != "error"
         if much and any(self._runs(node, other) for other, backend in self.backends.items() if backend.name != "ref"):
             return True
         return any(isinstance(self._ask(node, other), Yes) for other in self.backends) and not self._runs_parts(node, device)
+
+    def _much_dearer(self, node: Node) -> bool:
+        """Whether the parts cost so much more than the op that a copy to another device is cheaper: many experts that no row chose, or a
+        cache that grows with the context instead of a state."""
+        chosen, count = experts_of_row(self.graph, node)
+        return count > DENSE * chosen or node.op == "short_conv"
 
     def _runs(self, node: Node, device: str) -> bool:
         """Whether a device runs a node natively."""
@@ -104,13 +110,13 @@ class _Planner:
         return isinstance(answer, Yes) and not self._inherits(answer, device)
 
     def _runs_parts(self, node: Node, device: str) -> bool:
-        """Whether a device runs natively all that a node is made of."""
+        """Whether a device runs natively all that a node is made of, and without rounding where that must copy."""
         graph, weights, values = self.graph, self.weights, dict(self.graph.values)
         parts = expand(node, values, len(graph.values) + len(graph.nodes))
         self.graph = Graph(graph.name, values, parts)
         self.weights = with_matrices(weights, (v.name for v in self.graph.of_kind("weight")))
         try:
-            return all(self._runs(part, device) for part in parts)
+            return all(self._runs(part, device) and (node.op not in COPYING or _exact(self._ask(part, device))) for part in parts)
         finally:
             self.graph, self.weights = graph, weights
 
@@ -409,3 +415,9 @@ class _Planner:
                         if name is not None and self.graph.base(name).kind == "temp":
                             use(self.graph.base(name).name, index)
         return spans
+
+
+def _exact(answer: Yes | No) -> bool:
+    """Whether an op multiplies its operands as they are and adds in f32 at least: products by 1 and 0 then copy."""
+    plain = (None, "f32", "f64")
+    return isinstance(answer, Yes) and all(kept in plain for kept in (answer.acc, answer.act, answer.weight, answer.prob))

@@ -8,8 +8,10 @@ which source, rows and constant each graph input is made of. Everything here sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from .quant import FORMATS, QuantFormat
 
 __all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as", "with_matrices"]
 
+_COLUMN: Final = re.compile(r":, (\d+) of (\d+)\]")
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -95,6 +98,8 @@ class WeightRef:
 
     convert_to: a key of FORMATS that the result is converted to, by `method` ("search" or "minmax") for group formats.
 
+    column: (index, of how many) of the columns of the matrix that all of this gives; a vector in f32.
+
     parts: the weight is a stack of these instead, one for each index of axis 0 (experts that are tensors of their own, heads that
     are rows of one tensor); source is "" then.
     """
@@ -110,6 +115,7 @@ class WeightRef:
     parts: tuple[WeightRef, ...] = ()
     scales: str = ""
     tile: tuple[int, int] = (1, 32)
+    column: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,6 +147,8 @@ class WeightRef:
 
     def format(self, sources: Mapping[str, TensorSource]) -> str:
         """The format of what `resolve` gives; "f32" if a tensor is missing (resolve explains it) or parts differ."""
+        if self.column is not None:
+            return "f32"
         if self.convert_to is not None:
             return self.convert_to
         if self.parts:
@@ -155,6 +163,10 @@ class WeightRef:
 
     def resolve(self, sources: Mapping[str, TensorSource], name: str, shape: tuple[int, ...]) -> HostTensor:
         """The tensor for graph weight `name` of `shape`. Raises ModelFileError if it is missing or has another shape."""
+        if self.column is not None:
+            index, count = self.column
+            values = replace(self, column=None).resolve(sources, name, (*shape, count)).decode()[:, index]
+            return HostTensor(name, tuple(shape), "f32", np.ascontiguousarray(values).view(np.uint8))
         if self.convert_to is not None:
             from .quantise import convert
 
@@ -314,12 +326,18 @@ def stored_as(ref: WeightRef, sources: Mapping[str, TensorSource], layout: Packe
 
 
 def with_matrices(weights: Mapping[str, WeightRef], names: Iterable[str]) -> Mapping[str, WeightRef]:
-    """`weights`, and what those of `names` take that are matrices of a stack (`GraphBuilder.matrix`): "stack[3]"."""
+    """`weights`, and what those of `names` take that are matrices of a stack (`GraphBuilder.matrix`): "stack[3]", or columns of a matrix
+    (`GraphBuilder.column`): "matrix[:, 3 of 4]"."""
     found = {}
     for name in names:
-        stack, _, index = name.rpartition("[")
-        if name not in weights and stack in weights and index[:-1].isdecimal():
-            found[name] = weights[stack].matrix(int(index[:-1]))
+        whole, _, index = name.rpartition("[")
+        if name in weights or whole not in weights:
+            continue
+        column = _COLUMN.fullmatch(index)
+        if index[:-1].isdecimal():
+            found[name] = weights[whole].matrix(int(index[:-1]))
+        elif column is not None:
+            found[name] = replace(weights[whole], column=(int(column[1]), int(column[2])))
     return {**weights, **found} if found else weights
 
 

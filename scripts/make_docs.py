@@ -311,7 +311,7 @@ def catalogue() -> str:
 
     parts = []
     for spec in CATALOGUE.values():
-        kind = "core" if spec.core else "extended: " + ("core ops can take its place" if spec.decompose else f"the next device can take it ({spec.indivisible})")
+        kind = "core" if spec.core else "extended: " + ("core ops can take its place" if spec.decompose else "the next device can take it")
         arguments = ", ".join(f"`{name}`" for name in spec.inputs)
         parts.append(f"#### `{spec.name}`\n\n{' '.join(spec.doc.split())}\n\nInputs: {arguments}. Kind: {kind}, since opset {spec.since}.")
         attrs = []
@@ -321,6 +321,24 @@ def catalogue() -> str:
         if attrs:
             parts.append(f"Attributes: {'; '.join(attrs)}.")
     return "\n\n".join(parts)
+
+
+def decompositions() -> str:
+    """What becomes of each extended op on a device that lacks it."""
+    from fastllm.core.ops import CATALOGUE
+    from fastllm.core.rules import DEARER
+
+    rows = []
+    for name, spec in CATALOGUE.items():
+        if spec.core:
+            continue
+        if spec.decompose is None:
+            rows.append((f"`{name}`", f"none, it is a primitive: {spec.indivisible}", "the next device that has it, at last `ref`"))
+            continue
+        text = " ".join((inspect.getdoc(spec.decompose) or "").partition("\n\n")[0].split())
+        taken = "where the device runs all parts natively (see above)" if name in DEARER else "always"
+        rows.append((f"`{name}`", text, taken))
+    return table(("op", "as core ops", "that is done"), rows)
 
 
 def op_count() -> str:
@@ -516,6 +534,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "sampling-params": sampling_params,
     "load-options": load_options,
+    "decompositions": decompositions,
     "op-count": op_count,
     "catalogue": catalogue,
     "step-inputs": step_inputs,

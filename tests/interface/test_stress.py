@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fastllm.api import No
+from fastllm.backends.cpu_avx.backend import CpuBackend
 from fastllm.core.kv_cache import BlockManager
 from fastllm.core.sampling import SamplerState
 
@@ -38,6 +40,15 @@ def stressed(tmp_path_factory):
 def test_what_a_request_gets_does_not_depend_on_what_else_happens(stressed, seed, family, kv_dtype):
     least = {"compared": 100, "cancelled": 20, "preempted": 5, "found": 100}
     stress = stressed(lambda s: s.seen() >= Counter(least), seed, family, kv_dtype=kv_dtype)
+    assert stress.faults == []
+    assert stress.counts >= Counter(least), stress.counts
+
+
+def test_so_it_is_where_a_cache_takes_the_place_of_the_state_of_a_convolution(stressed, monkeypatch):
+    supports = CpuBackend.supports
+    monkeypatch.setattr(CpuBackend, "supports", lambda self, q: No("not here") if q.op == "short_conv" else supports(self, q))
+    least = {"compared": 40, "cancelled": 8, "preempted": 2, "found": 40}
+    stress = stressed(lambda s: s.seen() >= Counter(least), 5, "qwen3_next")
     assert stress.faults == []
     assert stress.counts >= Counter(least), stress.counts
 

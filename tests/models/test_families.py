@@ -29,6 +29,7 @@ CASES = [(name, "huggingface") for name in NAMES] + [(n, "gguf") for n in NAMES 
 HARD = ["deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "gemma3", "mixtral"]
 SHORT = [(name, source) for name, source in CASES if (FIXTURES / name / "short_logits.npy").exists()]
 EXPERTS = ["deepseek_v2", "deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "gpt_oss", "gpt_oss_mxfp4", "granite_moe", "kimi_k2", "mixtral", "olmoe", "qwen2_moe", "qwen2_moe_all", "qwen3_moe", "qwen3_next"]
+COPIES = ["deepseek_v2", "deepseek_v3", "deepseek_v3_fp8", "deepseek_v3_fp8_128", "kimi_k2", "qwen3_next"]
 TOLERANCE = 1e-4  # in standard deviations of the logits
 PROMPT = 24
 
@@ -77,6 +78,31 @@ def test_experts_as_core_ops_give_the_bits_of_the_op(name, source, tiny):
     assert parts.tobytes() == whole.tobytes()
 
 
+class WithoutCopies(RefBackend):
+    """`ref` without the ops that products by 1 and 0, and a cache, can take the place of."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        return No("not here") if q.op in ("concat", "short_conv") else super().supports(q)
+
+
+class CpuWithoutCopies(CpuBackend):
+    """The same of `cpu_avx`."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        return No("not here") if q.op in ("concat", "short_conv") else super().supports(q)
+
+
+@pytest.mark.parametrize(("name", "source"), [(n, s) for n, s in CASES if n in COPIES])
+def test_concat_and_short_conv_as_core_ops_give_the_bits_of_the_ops(name, source, tiny):
+    case = tiny(name, source)
+    for ref, cpu in ((RefBackend, CpuBackend), (WithoutCopies, CpuWithoutCopies)):
+        with ref() as numpy, cpu(threads=2, act="f32", kv_dtype="f32") as native:
+            found = [_in_steps(case, "ref", numpy, [0, 1, 8, 19, PROMPT]), _in_steps(case, "cpu_avx", native, [0, 5, PROMPT])]
+        if ref is RefBackend:
+            whole = found
+    assert [a.tobytes() == b.tobytes() for a, b in zip(found, whole, strict=True)] == [True, True]
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "granite_moe", "mixtral"])
 def test_experts_as_core_ops_are_read_from_packed_stacks(name, tiny, tmp_path):
     out = tmp_path / "packed.flm"
@@ -91,8 +117,9 @@ def test_experts_as_core_ops_are_read_from_packed_stacks(name, tiny, tmp_path):
         assert parts.tobytes() == whole.tobytes()
 
 
-def test_every_fixture_with_experts_is_run_as_core_ops(tiny):
+def test_every_fixture_with_an_extended_op_is_run_as_core_ops(tiny):
     assert [name for name in NAMES if any(n.op == "moe" for n in tiny(name).model.graph.nodes)] == EXPERTS
+    assert [name for name in NAMES if any(n.op in ("concat", "short_conv") for n in tiny(name).model.graph.nodes)] == COPIES
 
 
 def test_fixtures_of_hard_models_have_every_kind_of_layer_in_its_pattern(tiny):
