@@ -325,7 +325,8 @@ class Scheduler:
         """Tokens of this step for each running sequence, by its slot.
 
         Decodes take one each. Of what is left, or of `prompt_budget` if that is less, prompts in order of age (or of remaining work) get all they can use; but under
-        `fcfs` half is first offered to the shortest of the younger ones, so that a short prompt does not wait for a long one.
+        `fcfs` half is first offered to the shortest of the younger ones, so that a short prompt does not wait for a long one. Where one of them ends by that, the
+        others get no more than the other half, so that its first token does not wait for their tokens either.
         """
         counts: dict[int, int] = {}
         prompts: list[Sequence] = []
@@ -345,11 +346,15 @@ class Scheduler:
             prompts.sort(key=self._order)
         elif len(prompts) > 1:
             side = budget // 2
+            half, ends = budget - side, False
             for sequence in sorted(prompts[1:], key=lambda s: (wanted[s.slot], s.rank)):
                 count = min(wanted[sequence.slot], side)
                 counts[sequence.slot] = count
                 side -= count
                 budget -= count
+                ends |= count == wanted[sequence.slot] == sequence.num_tokens - sequence.num_computed
+            if ends:
+                budget = min(budget, half)
         for sequence in prompts:
             have = counts.get(sequence.slot, 0)
             count = min(wanted[sequence.slot] - have, budget)

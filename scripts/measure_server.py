@@ -28,6 +28,7 @@ import psutil
 from fastllm import LLM, SamplingParams
 from fastllm.cli.bench_serve import percentile, run_load
 from fastllm.core.request import Request
+from fastllm.server.log import Log
 from fastllm.server.runtime import Runtime
 from fastllm.server.serve import open_sockets, serve
 from fastllm.server.settings import ServerSettings
@@ -138,6 +139,7 @@ class Hosted:
 
     def _ready(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        runtime.log = Log(stream=open(os.devnull, "w"))  # noqa: SIM115
         self._up.set()
 
     def loop_cpu_s(self) -> float:
@@ -213,27 +215,29 @@ def latency(asked: argparse.Namespace) -> None:
     server = Server(asked.model, asked.threads)
     try:
         rng = random.Random(0)
-        prompt = [rng.randrange(32, 4000) for _ in range(asked.long)]
-        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
-        start = time.perf_counter()
-        server.post(body)
-        alone_s = time.perf_counter() - start
-        chunk_s = alone_s / -(-asked.long // 512)
-        ttft = []
-        for number in range(asked.rounds):
-            body = json.dumps({"prompt": [*prompt[::-1][number:], 5], "max_tokens": 1}).encode()
-            thread = threading.Thread(target=server.post, args=(body,))
+
+        def long_prompt() -> bytes:
+            return json.dumps({"prompt": [rng.randrange(32, 4000) for _ in range(asked.long)], "max_tokens": 1}).encode()
+
+        alone, ttft, chunks = [], [], asked.long / 512
+        for number in range(asked.rounds + 1):
+            start = time.perf_counter()
+            server.post(long_prompt())
+            chunk_s = (time.perf_counter() - start) / chunks
+            thread = threading.Thread(target=server.post, args=(long_prompt(),))
             thread.start()
-            time.sleep(chunk_s)
+            time.sleep(chunk_s * rng.uniform(1, chunks - 2))
             [sample], _ = asyncio.run(run_load(server.url, requests=1, clients=1, input_tokens=16, output_tokens=2, seed=100 + number))
-            ttft.append(sample.ttft_s)
             thread.join()
-        print(f"prefill of {asked.long} tokens: {alone_s:.2f} s, {chunk_s * 1e3:.0f} ms a chunk of 512")
-        print(f"first token of a short request meanwhile: {min(ttft) * 1e3:.0f} to {max(ttft) * 1e3:.0f} ms, {max(ttft) / chunk_s:.2f} chunks at worst")
+            if number:  # the first warms up
+                alone.append(chunk_s * 1e3)
+                ttft.append(sample.ttft_s * 1e3)
+        print(f"prefill of {asked.long} tokens: {spread(alone)} ms a chunk of 512; {asked.rounds} pairs in turns")
+        print(f"first token of a short request at some time meanwhile: {spread(ttft)} ms, {spread([t / c for t, c in zip(ttft, alone, strict=True)], 2)} chunks")
 
         huge = json.dumps({"prompt": "a word " * 3_000_000}).encode()
         for name, work in (
-            ("while a prompt is read", lambda: server.post(json.dumps({"prompt": prompt[1:], "max_tokens": 1}).encode())),
+            ("while a prompt is read", lambda: server.post(long_prompt())),
             ("while 20 MB are refused", lambda: [server.post(huge) for _ in range(3)]),
         ):
             times = meanwhile(server, work)

@@ -468,6 +468,23 @@ def test_the_pace_is_told_of_decodes_only_where_the_prompt_is_done(prompt, steps
     assert told == steps
 
 
+@pytest.mark.parametrize("step", [1, 4, 7])  # of the eight that read the long prompt
+def test_a_short_request_is_answered_by_the_step_after_it_came_and_that_is_a_short_one(step):
+    """While a prompt of 4,000 tokens is read in chunks of 512, from whose beginning it waits for fewer tokens than two chunks have."""
+    sizes, first, handles = [], [], []
+
+    def before(batch):
+        sizes.append(batch.dims.T)
+        if len(sizes) == step:
+            handles.append(engine.submit(ask([7] * 16), lambda _, event: first.append(len(sizes))))
+
+    with Engine(FakeRunner(block_size=64, num_blocks=80, max_blocks=80, max_tokens=512, before=before)) as engine:
+        engine.submit(Request([5] * 4000, GREEDY)).result(60)
+        handles[0].result(60)
+    assert first[0] == step + 1
+    assert sizes[step - 1] + sizes[step] == 512 + 256 + 16 < 2 * 512
+
+
 def test_whoever_collects_events_is_told_once_a_step_and_before_the_thread_sleeps():
     told, events, runner = [], [], FakeRunner()
     gate = Gate(runner)

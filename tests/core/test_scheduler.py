@@ -161,8 +161,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     bench.submit(list(range(38)), max_new=1)
     bench.step()
     (short,) = bench.submit([1, 2, 3], max_new=2)
-    bench.step()
+    counts = [part.num_tokens for part in bench.step().slices]
     assert short.num_tokens == 4, "the first token comes with the next step"
+    assert counts == [4, 3], "and that step computes half of a step's tokens of the long one, not all that there is room for"
+    assert [part.num_tokens for part in bench.step().slices] == [7, 1], "the next step has the room of before, less a decode"
+    bench.finish()
+
+
+def test_several_short_prompts_take_half_of_a_step_and_the_rest_of_it_goes_to_the_long_ones():
+    bench = Bench(max_tokens=16, num_blocks=64, max_sequences=8, max_rows=8)
+    (old,), (second,) = bench.submit(list(range(38)), max_new=1), bench.submit(list(range(36)), max_new=1)
+    bench.step()
+    for _ in range(3):
+        bench.submit([1, 2, 3], max_new=1)
+    assert [part.num_tokens for part in bench.step().slices] == [8, 3, 3, 2], "the third has to wait for its last token"
+    assert (old.num_computed, second.num_computed) == (16, 8)
     bench.finish()
 
 
