@@ -7,17 +7,18 @@ is an argument or `-p`; a `.toml` in its place, or ftllm's `.json`, is a configu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..core.errors import UnsupportedError, UsageError
+from ..core.errors import FastLLMError, UnsupportedError, UsageError
 from .old_flags import OldFlag, old_flag
 
 __all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "config_origin", "long_name", "model_argument", "refusal", "same_dashes"]
@@ -100,6 +101,14 @@ class Command(click.Command):
         """Parses, after flags of ftllm are written as ours; a model that is a configuration is read, and the line parsed again."""
         if ctx.resilient_parsing:  # a line that is being typed
             return super().parse_args(ctx, args)
+        with _origins_said(ctx):
+            return self._settled(ctx, args)
+
+    def _settled(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """What click leaves of the line after all values are there; and what is to be told about them."""
+        from .terminal import note
+        from .variables import unknown_variables
+
         notes: list[str] = []
         args = self._written(args, notes, ctx.meta.setdefault("typed_as", {}))
         rest = self._parsed(ctx, args)
@@ -108,18 +117,19 @@ class Command(click.Command):
             if given is not None and given.lower().endswith((".toml", ".json")):
                 rest = self._configured(ctx, args, rest, given, notes)
         for line in (*ctx.meta.pop("notes", ()), *notes):
-            from .terminal import note
-
             note(line, ctx.params)
+        if unknown := unknown_variables(self):
+            note("; ".join(unknown), ctx.params, "unset it; `docs/cli.md` lists those that there are")
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command, or prints its configuration where `--dump-config` asks for that."""
-        if ctx.params.pop("dump_config", False):
-            from .dump import print_config
+        with _origins_said(ctx):
+            if ctx.params.pop("dump_config", False):
+                from .dump import print_config
 
-            return print_config(ctx)
-        return super().invoke(ctx)
+                return print_config(ctx)
+            return super().invoke(ctx)
 
     def _parsed(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click parses; the error for a value says where it is from, if not from the line."""
@@ -234,6 +244,18 @@ class Command(click.Command):
                 out += words if words[-1] else []
                 typed_as[row.text] = name
         return out
+
+
+@contextlib.contextmanager
+def _origins_said(ctx: click.Context) -> Iterator[None]:
+    """Errors from inside say where the options that they name are from, if not from the line."""
+    try:
+        yield
+    except FastLLMError as error:
+        from .variables import say_origins
+
+        say_origins(ctx, error)
+        raise
 
 
 class Group(click.Group):

@@ -19,7 +19,7 @@ from .command import OWN_KEYS, long_name, same_dashes
 from .files import read_text
 from .old_flags import old_flag
 
-__all__ = ["apply_config", "commands_with", "is_config"]
+__all__ = ["all_commands", "apply_config", "commands_with", "is_config"]
 
 MAX_BYTES = 1 << 20
 UNSET = (-1, "", "auto", None)
@@ -178,12 +178,19 @@ def _fitting(option: click.Parameter, value: Any, key: str, path: Path) -> Any:
 
 
 def commands_with(name: str) -> list[str]:
-    """The commands (`run`, `bench serve`) that have an option; they are imported for it, which happens only where it is not the command's own."""
+    """The commands (`run`, `bench serve`) that have an option."""
+    return [full for full, command in all_commands().items() if any(name == long_name(p).lstrip("-") for p in command.params if isinstance(p, click.Option))]
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Every command by what is typed. They are imported for it, which happens only where a name is not of the command's own."""
     from .group import COMMANDS, cli
 
-    context, found = click.Context(cli), list[str]()
+    context, found = click.Context(cli), dict[str, click.Command]()
     for title in COMMANDS:
         command = cli.get_command(context, title)
-        parts = {f"{title} {sub}": c for sub, c in command.commands.items()} if isinstance(command, click.Group) else {title: command}
-        found += [full for full, part in parts.items() if part is not None and any(name == long_name(p).lstrip("-") for p in part.params if isinstance(p, click.Option))]
+        if isinstance(command, click.Group):
+            found |= {f"{title} {sub}": c for sub, c in command.commands.items()}
+        elif command is not None:
+            found[title] = command
     return found

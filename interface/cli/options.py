@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,6 +198,8 @@ def _backend(values: Mapping[str, Any]) -> str | None:
     backend, device = values.get("backend"), values.get("device")
     if device is None:
         return backend
+    if backend is None and device.isdigit():
+        backend = os.environ.get("FASTLLM_BACKEND") or None
     if re.search(r"[,{=]|multi|numa", device) or device.count(":") > 1:
         from ..core.errors import UnsupportedError
 

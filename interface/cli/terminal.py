@@ -48,7 +48,11 @@ def note(line: str, values: Mapping[str, Any], fix: str = "run without --strict 
 
         raise UsageError(f"--strict: {line}", fix=fix)
     if not values.get("quiet"):
-        say(f"fastllm: {line}")
+        from .variables import origins
+
+        context = click.get_current_context(silent=True)
+        told = "" if context is None else origins(context, line)
+        say(f"fastllm: {line}" + (f" ({told})" if told and told not in line else ""))
 
 
 def event(kind: str, /, **fields: Any) -> None:
