@@ -16,6 +16,7 @@ def all_cases() -> dict[str, Case]:
     from . import (
         attention,
         caches,
+        contexts,
         contract,
         decomposed,
         determinism,
@@ -34,7 +35,7 @@ def all_cases() -> dict[str, Case]:
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

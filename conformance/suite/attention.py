@@ -64,8 +64,7 @@ class Paged:
         self.values = [numbers.normal(n, setup.kv_heads, setup.dv) for n in setup.lengths]
         needed = [-(-n // setup.block) for n in setup.lengths]
         self.width = max([*needed, 1]) + 1
-        total = sum(needed) + 3
-        order = Numbers(99 + shuffle).permutation(total)
+        order, total = self.place(needed, shuffle)
         self.table = np.full((len(setup.lengths), self.width), total - 1, np.int32)  # unused entries name a block that exists
         at = 0
         for s, count in enumerate(needed):
@@ -73,7 +72,16 @@ class Paged:
             self.table[s, count:] = order[-1]  # of nobody: full of NaN
             at += count
         self.cache: Cache = bench.cache(KVSpec(setup.kv_heads, setup.dk, setup.dv, setup.cache), setup.block, total)
-        for s, n in enumerate(setup.lengths):
+        self.fill()
+
+    def place(self, needed: Sequence[int], shuffle: int) -> tuple[np.ndarray, int]:
+        """(blocks in the order in which sequences take them, and at the end one that is nobody's; how many there are)."""
+        total = sum(needed) + 3
+        return Numbers(99 + shuffle).permutation(total), total
+
+    def fill(self) -> None:
+        """Writes all keys and values."""
+        for s, n in enumerate(self.setup.lengths):
             self.write(s, np.arange(n))
 
     def close(self) -> None:

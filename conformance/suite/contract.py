@@ -135,6 +135,31 @@ def _copy(session: Session, numbers: Numbers) -> Outcome:
     return Outcome()
 
 
+def _far(session: Session, numbers: Numbers) -> Outcome:
+    """upload, copy and download of more than 64 KiB, at offsets that need more than 16 bits; what lies around stays as it is."""
+    backend, stream = session.backend, session.bench.stream
+    sent, count = numbers.bytes(70_000), 400_000
+    a, b = backend.alloc(count, "kv"), backend.alloc(count, "kv")
+    try:
+        for buffer in (a, b):
+            backend.upload(buffer, 0, memoryview(np.zeros(count, np.uint8)), stream)
+        backend.upload(a, 131_072, memoryview(sent), stream)
+        backend.copy(b, 262_144, a, 131_072, len(sent), stream)
+        for name, buffer, at in (("upload", a, 131_072), ("copy", b, 262_144)):
+            whole, part = np.empty(count, np.uint8), np.empty(len(sent), np.uint8)
+            backend.download(memoryview(whole), buffer, 0, stream)
+            backend.download(memoryview(part), buffer, at, stream)
+            stream.synchronize()
+            right = np.zeros(count, np.uint8)
+            right[at : at + len(sent)] = sent
+            if not same_bits(whole, right) or not same_bits(part, sent):
+                raise Failure("contract", f"{name} of {len(sent):,} bytes to offset {at:,}: other bytes are there, or come back")
+    finally:
+        a.close()
+        b.close()
+    return Outcome()
+
+
 def _wrapped(session: Session, numbers: Numbers) -> Outcome:
     """wrap_host, where it gives a buffer, works on that very memory; the array stays the caller's."""
     backend, stream = session.backend, session.bench.stream
@@ -305,6 +330,7 @@ _CHECKS: tuple[tuple[str, Callable[[Session, Numbers], Outcome], bool], ...] = (
     ("closed_backend", _closed_backend, True),
     ("out_of_memory", _out_of_memory, True),
     ("copy", _copy, True),
+    ("far", _far, True),
     ("wrap_host", _wrapped, False),
     ("staging", _staging, True),
     ("order", _order, True),

@@ -93,20 +93,24 @@ def cases() -> Iterator[Case]:
         for index, (rows, width, gated) in enumerate(((1, 1, True), (3, 33, False), (2, 1000, True), (5, 4097, False), (1, 8192, True), (0, 8, True))):
             case_id = f"act_mul/f32/{'gap' if index == 1 else 'row'}/m{rows}-n{width}/{kind}{'.gated' if gated else ''}#bound"
             yield Case(case_id, "act_mul", "elementwise", bind(_act, case_id, kind, rows, width, gated, False, 4 * (index == 1)), required=True, quick=index == 2, bin=f"act_mul|f32|{kind}|any")
+        for rows, width, must in ((1100, 33, True), (2, 70000, True), (66000, 3, False)):
+            case_id = f"act_mul/f32/row/m{rows}-n{width}/{kind}.gated.real#bound"
+            quick = must and kind in ("silu", "tanh")
+            yield Case(case_id, "act_mul", "elementwise", bind(_act, case_id, kind, rows, width, True, False, 0), required=must, quick=quick, bin=f"act_mul|f32|{kind}|any")
         case_id = f"act_mul/f32/row/m2-n17/{kind}.special#bound"
         yield Case(case_id, "act_mul", "elementwise", bind(_act, case_id, kind, 2, 17, kind == 'silu', True, 0), required=True, quick=kind in ("silu", "tanh"))
     for op in ("add", "mul"):
         for form in ("same", "heads", "last", "one", *(["rows"] if op == "mul" else [])):
-            for rows, width in ((1, 1), (4, 33), (7, 1000), (0, 5)):
+            for rows, width in ((1, 1), (4, 33), (7, 1000), (0, 5), (1100, 17), (2, 70000), (66000, 3)):
                 gap = 3 if width == 33 and form != "rows" else 0
                 case_id = f"{op}/f32/{'gap' if gap else 'row'}/m{rows}-n{width}/{form}#exact"
-                yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, form, rows, width, False, gap), required=True, quick=width == 33)
+                yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, form, rows, width, False, gap), required=rows <= 1100, quick=width in (17, 33, 70000))
         case_id = f"{op}/f32/row/m2-n9/special#exact"
         yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, "same", 2, 9, True, 0), required=True, quick=True)
-    for rows, width, group in ((1, 32, 32), (5, 128, 16), (3, 96, 32), (2, 256, 64), (0, 32, 32)):
+    for rows, width, group in ((1, 32, 32), (5, 128, 16), (3, 96, 32), (2, 256, 64), (0, 32, 32), (1100, 64, 32), (2, 70016, 32), (66000, 32, 32)):
         for kind in ("normal", "outlier", "spread"):
             case_id = f"quantize/f32/row/m{rows}-n{width}/{kind}.g{group}#bound"
-            yield Case(case_id, "quantize", "elementwise", bind(_quantize, case_id, rows, width, group, kind), required=True, quick=width == 96, bin=f"quantize|f32|{kind}|any")
+            yield Case(case_id, "quantize", "elementwise", bind(_quantize, case_id, rows, width, group, kind), required=rows <= 1100, quick=width == 96 or (rows <= 1100 and max(rows, width) >= 1100 and kind == "normal"), bin=f"quantize|f32|{kind}|any")
         case_id = f"dequantize/i8/row/m{rows}-n{width}/g{group}#bound"
-        yield Case(case_id, "dequantize", "elementwise", bind(_dequantize, case_id, rows, width, group), required=True, quick=width == 96, bin="dequantize|i8|normal|any")
+        yield Case(case_id, "dequantize", "elementwise", bind(_dequantize, case_id, rows, width, group), required=rows <= 1100, quick=width == 96 or max(rows, width) >= 1100, bin="dequantize|i8|normal|any")
     yield Case("quantize/f32/row/m3-n64/twice#prop", "quantize", "elementwise", bind(_twice, "quantize/twice"), required=True)

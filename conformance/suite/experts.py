@@ -80,6 +80,7 @@ _ROUTES: tuple[tuple[str, int, int, str, bool, int, dict[str, Any], bool], ...] 
     ("one", 2, 1, "normal", False, 0, {"k": 1, "renorm": 1}, False),
     ("wide", 2, 384, "normal", True, 0, {"k": 8, "score": "sigmoid", "renorm": 1, "scale": 2.8}, False),
     ("empty", 0, 8, "normal", False, 0, {"k": 2}, False),
+    ("real", 1100, 12, "normal", False, 0, {"k": 3}, True),
     ("empty_groups", 0, 32, "normal", False, 0, _DEEPSEEK, False),
 )  # fmt: skip
 
@@ -181,15 +182,18 @@ _EXPERTS: tuple[tuple[str, tuple[int, int, int, int, int], str, dict[str, Any], 
     ("odd", (4, 5, 2, 33, 47), "silu", {}, False),
     ("special", (5, 4, 2, 64, 64), "silu", {"special": True}, False),
     ("empty", (0, 4, 2, 64, 64), "silu", {}, False),
+    ("rows", (1100, 4, 2, 32, 32), "silu", {}, True),
+    ("many", (7, 385, 8, 32, 32), "silu", {}, True),
+    ("deep", (3, 3, 1, 32, 14336), "silu", {}, False),
 )  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
     """concat, the ways to choose, experts in every format."""
-    for lead, widths in (((1,), (1, 1)), ((5,), (32, 7)), ((3, 4), (64, 16)), ((2, 1), (512, 64)), ((0, 2), (8, 8))):
+    for lead, widths in (((1,), (1, 1)), ((5,), (32, 7)), ((3, 4), (64, 16)), ((2, 1), (512, 64)), ((0, 2), (8, 8)), ((1100, 2), (9, 5)), ((2,), (40000, 30001)), ((66000,), (3, 2))):
         for gap in (0, 5):
             case_id = f"concat/f32/{'gap' if gap else 'row'}/t{'-h'.join(map(str, lead))}-n{widths[0]}_{widths[1]}/normal#exact"
-            yield Case(case_id, "concat", "experts", bind(_concat, case_id, lead, widths, gap, False), quick=lead == (3, 4))
+            yield Case(case_id, "concat", "experts", bind(_concat, case_id, lead, widths, gap, False), quick=lead in ((3, 4), (1100, 2)))
     case_id = "concat/f32/row/t2-h2-n4_4/special#exact"
     yield Case(case_id, "concat", "experts", bind(_concat, case_id, (2, 2), (4, 4), 0, True))
     for name, rows, experts, kind, bias, gap, attrs, quick in _ROUTES:
@@ -204,6 +208,9 @@ def cases() -> Iterator[Case]:
             case_id = f"moe/f32*{format}/row/t{rows}-e4-k2-c{block}-f{block}/{name}#bound"
             check = bind(_moe, case_id, format, rows, 4, 2, block, block, "silu", bias=bias, alone=alone)
             yield Case(case_id, "moe", "experts", check, quick=format == "q4_0", bin=f"moe|{format}|silu|any")
+        if format in ("bf16", "q8_0", "q4_0"):
+            case_id = f"moe/f32*{format}/row/t2-e3-k1-c64-f14336/deep#bound"
+            yield Case(case_id, "moe", "experts", bind(_moe, case_id, format, 2, 3, 1, 64, 14336, "silu"), bin=f"moe|{format}|silu|any")
     for bad in (4, -1):
         case_id = f"moe/f32*f32/row/t2-e4-k2-c32-f32/expert{bad}#error"
         yield Case(case_id, "moe", "experts", bind(_no_expert, case_id, bad))

@@ -19,11 +19,18 @@ __all__ = ["SHAPES", "cases", "minimum_of", "weight_of"]
 SHAPES = (  # (rows, N, K, quick): pairwise; a large K goes with few outputs
     (1, 33, 1, False), (2, 1, 31, False), (3, 32, 32, False), (5, 33, 257, True), (8, 127, 128, False), (17, 31, 256, True),
     (1, 128, 256, True), (64, 33, 127, False), (2, 256, 4096, False), (1, 16, 11008, True), (512, 8, 33, False), (0, 7, 64, True),
-    (3, 4096, 33, False), (2, 11008, 32, False),
+    (3, 4096, 33, False), (2, 11008, 32, False), (80, 33, 4096, False), (2, 5, 28672, True),
 )  # fmt: skip
+REAL: dict[tuple[int, int, int], tuple[str, ...]] = {  # sizes of real models, where a count of 16 bits or a buffer for the usual ones ends -> formats
+    (1, 262144, 32): ("f32", "f16", "bf16", "q8_0", "q4_0"), (2, 65569, 64): ("f32", "f16", "bf16", "q8_0", "q4_0", "int4g64", "int8g64"),
+    (1, 65569, 256): ("q4_k", "q6_k"), (1100, 9, 32): ("f32", "f16", "bf16", "q8_0", "q4_0"), (2, 7, 53248): ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k"),
+    (66000, 3, 32): ("f32", "q8_0"), (2, 3, 66048): ("f32", "q8_0"),
+}  # fmt: skip
+BEYOND = 65536
+"""More rows or products than this are no model's; a backend may answer No."""
 MATMULS = (  # (rows, heads, N, K)
     (1, 1, 1, 1), (5, 3, 7, 33), (2, 4, 64, 128), (17, 2, 31, 257), (0, 2, 4, 8), (3, 2, 32, 31), (8, 1, 33, 32), (64, 2, 127, 127), (512, 1, 8, 256),
-    (1, 2, 16, 4096), (2, 1, 4, 11008), (1, 1, 4096, 33), (3, 1, 11008, 16),
+    (1, 2, 16, 4096), (2, 1, 4, 11008), (1, 1, 4096, 33), (3, 1, 11008, 16), (1100, 2, 5, 16), (1, 1, 65569, 16), (2, 1, 3, 28672),
 )  # fmt: skip
 CLASSES = ("normal", "positive", "cancelling", "spread", "sparse", "outlier", "offset")
 
@@ -34,11 +41,6 @@ def weight_of(numbers: Numbers, format: str, shape: tuple[int, ...], kind: str =
         values = numbers.array(kind, *shape)
         return Weight(shape, format, blocks.encode_plain(format, values))
     return Weight(shape, format, blocks.random_blocks(numbers, format, int(np.prod(shape))))
-
-
-def _decoded(weight: Weight) -> np.ndarray:
-    """What the backend gets: exact values, or f32 of them where the engine decodes to f32."""
-    return weight.decode()
 
 
 def minimum_of(weight: Weight) -> np.ndarray | None:
@@ -75,10 +77,24 @@ def _linear(
     if kept != format:
         raise NotApplicable(f"{format} weights are decoded to {kept} before this backend sees them")
     with np.errstate(all="ignore"):
-        expected = bounds.linear(x, _decoded(weight), b, ran.numerics, minimum_of(weight))
+        expected = _expected(x, weight, b, ran.numerics)
     if kind == "integer" and ran.numerics.act is None:
         expected = Expected(expected.y, np.zeros_like(expected.bound), exact=True)
     return expect(session, case_id, ran, [expected])
+
+
+def _expected(x: np.ndarray, weight: Weight, bias: np.ndarray | None, numerics: bounds.Numerics) -> Expected:
+    """The oracle's, some columns at a time: temporaries in f64 of a whole vocabulary take gigabytes."""
+    n, k = weight.shape
+    columns, data = max(1, (1 << 22) // max(k, 1)), weight.data.reshape(n, -1)
+    parts = []
+    for at in range(0, max(n, 1), columns):
+        part = Weight((len(data[at : at + columns]), k), weight.format, data[at : at + columns].reshape(-1))
+        parts.append(bounds.linear(x, part.decode(), None if bias is None else bias[at : at + columns], numerics, minimum_of(part)))
+    if len(parts) == 1:
+        return parts[0]
+    y, bound, slack = (np.concatenate([np.broadcast_to(getattr(p, name), p.y.shape) for p in parts], 1) for name in ("y", "bound", "slack"))
+    return Expected(y, bound, slack=slack)
 
 
 def _specials(x: np.ndarray) -> np.ndarray:
@@ -158,6 +174,13 @@ def cases() -> Iterator[Case]:
             k = 64 if plain else block
             case_id = f"linear/f32*{format}/{name}/m5-n33-k{k}/normal#bound"
             yield Case(case_id, "linear", _group(format), bind(_linear, case_id, format, 5, 33, k, 'normal', **extra), required=format == "f32", quick=format in ("f32", "q4_0"))
+        for (n, out, k), held in REAL.items():
+            for kind in ("sparse", "integer", "normal") if format in held else ():
+                if (kind == "integer" and not plain) or (kind == "normal" and (out > 65536 or format not in ("f32", "q8_0"))):
+                    continue
+                case_id = f"linear/f32*{format}/row/m{n}-n{out}-k{k}/{kind}#{'exact' if kind == 'integer' else 'bound'}"
+                must = format == "f32" and max(n, k) <= BEYOND
+                yield Case(case_id, "linear", _group(format), bind(_linear, case_id, format, n, out, k, kind), required=must, quick=must and kind == "sparse", bin=f"linear|{format}|{kind}|{size_bin(k)}")
         case_id = f"linear/f32*{format}/row/m7-n33-k{64 if plain else block}/special#bound"
         yield Case(case_id, "linear", _group(format), bind(_linear, case_id, format, 7, 33, 64 if plain else block, 'normal', special=True), required=format == "f32", quick=format in ("f32", "q8_0"))
     case_id = "linear/f32*f32/row/m3-n17-k300/integer_weight#exact"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .. import blocks, bounds, oracle
-from ..bench import In
+from ..bench import In, Weight
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
@@ -16,15 +16,23 @@ from .linear import weight_of
 
 __all__ = ["cases"]
 
+EDGES = (32767, 65535, 131071)
+"""Where ids of 15, 16 and 17 bits end."""
+REAL = {32: ("f32", "f16", "bf16", "q8_0", "q4_0"), 64: ("int4g64", "int8g64"), 256: ("q4_k", "q6_k")}
+"""Width -> formats in which tables of real vocabularies are kept."""
+
 
 def _embed(case_id: str, session: Session, numbers: Numbers, format: str, rows: int, width: int, count: int) -> Outcome:
     table = weight_of(numbers, format, (rows, width))
-    ids = np.array([0, rows - 1, *numbers.integers(max(count - 2, 0), 0, rows)][:count], np.int32)
+    edges = [i for edge in EDGES if edge + 1 < rows for i in (edge - 1, edge, edge + 1)]
+    ids = np.array([0, rows - 1, *edges, *numbers.integers(max(count - 2 - len(edges), 0), 0, rows)][:count], np.int32)
     ran = session.bench.run("embed", [In(ids, "i32", "T"), table], [((count, width), "f32")])
     if ran.kept[1] != format:
         raise NotApplicable(f"{format} tables are decoded to {ran.kept[1]} before this backend sees them")
     plain = format in blocks.PLAIN_BYTES
-    return expect(session, case_id, ran, [bounds.copies(oracle.embed(ids, table.decode()), 0.0 if plain else 1.0)])
+    asked = table.data.reshape(rows, -1)[ids]  # a whole table in f64 takes gigabytes
+    values = Weight((count, width), format, asked.reshape(-1)).decode()
+    return expect(session, case_id, ran, [bounds.copies(oracle.embed(np.arange(count), values), 0.0 if plain else 1.0)])
 
 
 def _outside(case_id: str, session: Session, numbers: Numbers, bad: int) -> Outcome:
@@ -50,6 +58,12 @@ def cases() -> Iterator[Case]:
         for rows, width, count in ((1, block, 1), (33, block, 5), (9, 2 * block, 70), (5, block, 0)):
             case_id = f"embed/i32*{format}/row/v{rows}-c{width}-n{count}/ends#exact"
             yield Case(case_id, "embed", "memory", bind(_embed, case_id, format, rows, width, count), required=format == "f32", quick=rows == 33)
+        for width, held in REAL.items():
+            rows = 262144 if width < 256 else 131075
+            for count in (16, *((1100, 66000) if format == "f32" else ())) if format in held else ():
+                case_id = f"embed/i32*{format}/row/v{rows}-c{width}-n{count}/real#exact"
+                must = format == "f32" and count <= 1100
+                yield Case(case_id, "embed", "memory", bind(_embed, case_id, format, rows, width, count), required=must, quick=must)
     for bad in (9, -1, 2**31 - 1):
         case_id = f"embed/i32*f32/row/v9-c8-n3/id{bad}#error"
         yield Case(case_id, "embed", "memory", bind(_outside, case_id, bad), required=True, quick=bad == 9)

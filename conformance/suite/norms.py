@@ -120,11 +120,17 @@ def cases() -> Iterator[Case]:
             yield _norm_case(op, 4, 40, "normal", variant, quick=variant in ("special", "eps", "far"))
         yield _norm_case(op, 6, 64, "normal", "heads", heads=3, quick=True)
         yield _norm_case(op, 0, 16, "normal", "empty", quick=False)
+        yield _norm_case(op, 1100, 33, "normal", "real", quick=True)
+        yield _norm_case(op, 2, 18432, "normal", "real", quick=True)
+        yield _norm_case(op, 66000, 8, "normal", "real", quick=False, required=False)
     for index, width in enumerate((1, 2, 7, 33, 64, 1000, 4097, 32000)):
         for variant in ("plain", "gap"):
             kind = KINDS[(index + (variant == "gap")) % len(KINDS)]
             case_id = f"softmax/f32/{'gap' if variant == 'gap' else 'row'}/m3-n{width}/{kind}#bound"
             yield Case(case_id, "softmax", "rows", bind(_softmax, case_id, 3, width, kind, variant), required=True, quick=width in (33, 4097) and variant == "plain", bin=f"softmax|f32|{kind}|{size_bin(width)}")
+    for rows, width, must in ((1100, 33, True), (2, 70000, True), (66000, 8, False)):
+        case_id = f"softmax/f32/row/m{rows}-n{width}/normal.real#bound"
+        yield Case(case_id, "softmax", "rows", bind(_softmax, case_id, rows, width, "normal", "plain"), required=must, quick=must, bin=f"softmax|f32|normal|{size_bin(width)}")
     case_id = "softmax/f32/row/m4-n40/special#bound"
     yield Case(case_id, "softmax", "rows", bind(_softmax, "softmax/special", 4, 40, "normal", "special"), required=True, quick=True)
     yield Case("softmax/f32/row/m0-n8/empty#bound", "softmax", "rows", bind(_softmax, "softmax/empty", 0, 8, "normal", "plain"), required=True)
@@ -136,17 +142,21 @@ def cases() -> Iterator[Case]:
                 gap = 6 * (index % 2)
                 case_id = f"rope/f32/{'gap' if gap else 'row'}/t{shape[0]}-h{shape[1]}-d{shape[2]}-r{r}/{style}.p{where[-1]}.f{factor:g}#bound"
                 yield Case(case_id, "rope", "rope", bind(_rope, case_id, shape, r, style, factor, where, gap), required=True, quick=index in (0, 2), bin=f"rope|f32|{style}|p{where[-1]}")
+    for t, style, must in ((1100, "half", True), (1100, "pairs", True), (66000, "half", False)):  # positions of 18 bits, in no order
+        case_id = f"rope/f32/row/t{t}-h2-d8-r4/{style}.real#bound"
+        where = tuple((i * 104729 + 131071) % 262144 for i in range(t))
+        yield Case(case_id, "rope", "rope", bind(_rope, case_id, (t, 2, 8), 4, style, 1.0, where, 0), required=must, quick=style == "half" and must, bin=f"rope|f32|{style}|p131072")
     yield Case("rope/f32/row/t1-h1-d32-r16/distance#prop", "rope", "rope", bind(_turning, "rope/distance"), required=True, quick=True)
-    for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0)):
+    for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0), (1100, 33, 30.0), (2, 262144, 30.0)):
         case_id = f"softcap/f32/row/m{rows}-n{width}/cap{cap:g}#bound"
-        yield Case(case_id, "softcap", "rows", bind(_softcap, case_id, rows, width, cap), quick=rows == 3)
+        yield Case(case_id, "softcap", "rows", bind(_softcap, case_id, rows, width, cap), quick=rows == 3 or width > 65536)
 
 
-def _norm_case(op: str, rows: int, width: int, kind: str, variant: str, quick: bool, heads: int = 0) -> Case:
+def _norm_case(op: str, rows: int, width: int, kind: str, variant: str, quick: bool, heads: int = 0, required: bool = True) -> Case:
     layout = "gap" if variant == "gap" else "row"
     case_id = f"{op}/f32/{layout}/m{rows}{f'-h{heads}' if heads else ''}-n{width}/{kind}.{variant}#bound"
 
     def check(s: Session, g: Numbers) -> Outcome:
         return _norm(case_id, s, g, op, rows, width, kind, variant, heads)
 
-    return Case(case_id, op, "rows", check, required=True, quick=quick, bin=f"{op}|f32|{kind}|{size_bin(width)}")
+    return Case(case_id, op, "rows", check, required=required, quick=quick, bin=f"{op}|f32|{kind}|{size_bin(width)}")

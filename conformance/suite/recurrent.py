@@ -26,6 +26,8 @@ from .common import bind, expect, same_bits
 __all__ = ["cases", "digests"]
 
 SLOTS = 5
+REAL_SLOTS = 65541
+"""More than 16 bits tell apart."""
 
 
 @dataclass
@@ -78,9 +80,9 @@ def _delta(numbers: Numbers, lengths: Sequence[int], groups: int, heads: int, dk
 class _Device:
     """The state on the device, and calls of the op on parts of the sequences."""
 
-    def __init__(self, bench: Bench, kit: Kit, slots: Sequence[int]):
-        self.bench, self.kit, self.slots = bench, kit, np.array(slots, np.int32)
-        self.state = bench.state(kit.spec, SLOTS)
+    def __init__(self, bench: Bench, kit: Kit, slots: Sequence[int], count: int = SLOTS):
+        self.bench, self.kit, self.slots, self.count = bench, kit, np.array(slots, np.int32), count
+        self.state = bench.state(kit.spec, count)
         self.ran: Ran | None = None
 
     def close(self) -> None:
@@ -101,24 +103,28 @@ class _Device:
         before = self._slots()
         self.ran = self.bench.run(kit.op, inputs, [((len(where), *kit.result), "f32")], kit.attrs, {"S": len(pieces)})
         self.bench.check_zones(self.state.region, "the state", kit.op)
-        mine = {int(self.slots[s]) for s, a, b in pieces if a < b}
-        for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
-            if slot not in mine and not same_bits(old, new):
-                raise Failure("guard", f"op '{kit.op}' changed slot {slot}, which is no sequence's of this step that has rows")
+        changed = (before != self._slots()).any(1)
+        changed[[int(self.slots[s]) for s, a, b in pieces if a < b]] = False
+        if changed.any():
+            raise Failure("guard", f"op '{kit.op}' changed slot {int(np.flatnonzero(changed)[0])}, which is no sequence's of this step that has rows")
         return [self.ran.outs[0][starts[i] : starts[i + 1]] for i in range(len(pieces))]
 
     def _slots(self) -> np.ndarray:
         region = self.state.region
         assert region is not None
-        return self.bench.fetch(region)[region.base : region.base + region.nbytes].reshape(SLOTS, -1)
+        return self.bench.fetch(region)[region.base : region.base + region.nbytes].reshape(self.count, -1)
 
 
-def _oracle(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers], Kit]) -> Outcome:
-    """Every sequence at once, then a step of one row each on other slots."""
+def _oracle(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers], Kit], slots: Sequence[int] = (3, 0, 4), count: int = SLOTS) -> Outcome:
+    """Every sequence at once, in slots of `count`; where there are many, their last rows in a step of their own, which reads what is kept."""
     kit = make(numbers)
-    device = _Device(session.bench, kit, [3, 0, 4][: len(kit.rows)])
+    device = _Device(session.bench, kit, slots[: len(kit.rows)], count)
     try:
-        found = device.run([(s, 0, kit.length(s)) for s in range(len(kit.rows))])
+        last = 1 if count > SLOTS else 0
+        found = device.run([(s, 0, kit.length(s) - last) for s in range(len(kit.rows))])
+        if last:
+            ends = device.run([(s, kit.length(s) - 1, kit.length(s)) for s in range(len(kit.rows))])
+            found = [np.concatenate(pair) for pair in zip(found, ends, strict=True)]
     finally:
         device.close()
     assert device.ran is not None
@@ -197,6 +203,14 @@ def cases() -> Iterator[Case]:
         case_id = f"delta_rule/f32/{'gap' if gap else 'row'}/l{'_'.join(map(str, lengths))}-j{sizes[0]}-h{sizes[1]}-d{sizes[2]}_{sizes[3]}/{name}#bound"
         make = _bound(_delta, lengths, *sizes, gap, small, fast)
         yield Case(case_id, "delta_rule", "recurrent", bind(_oracle, case_id, make), quick=quick, bin=f"delta_rule|f32|{name}|any")
+    many, far = tuple(1 + i % 3 for i in range(700)), (65540, 3, 32768, 65539, 4, 0)  # 65,540 and 4 are one number of 16 bits
+    order = tuple((i * 7) % 701 for i in range(700))
+    for name, lengths, slots, count in (("rows", (1100,), (0,), 1), ("many", many, order, 701), ("slots", (3, 2, 4, 1, 2, 3), far, REAL_SLOTS)):
+        size = "1100" if name == "rows" else f"{len(lengths)}x"
+        for op, make, shape in (("short_conv", _bound(_conv, lengths, 3, 3), "c3-k3"), ("delta_rule", _bound(_delta, lengths, 1, 1, 4, 2, 0, False, 1.0), "j1-h1-d4_2")):
+            case_id = f"{op}/f32/row/l{size}-{shape}/{name}.real#bound"
+            group = "normal" if op == "short_conv" else "forgets"
+            yield Case(case_id, op, "recurrent", bind(_oracle, case_id, make, slots, count), quick=name == "slots" or op == "short_conv", bin=f"{op}|f32|{group}|any")
     for op, make in (("short_conv", _bound(_conv, (17, 4, 3), 24, 4)), ("delta_rule", _bound(_delta, (17, 4, 3), 2, 4, 16, 8))):
         case_id = f"{op}/f32/row/l17_4_3/pieces#d2"
         yield Case(case_id, op, "recurrent", bind(_pieces, case_id, make), "silver", quick=True)

@@ -52,6 +52,13 @@ def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, r
         for r in range(rows):
             best = int(logits[r].argmax())
             adjust[r] = [(best, -math.inf if r % 2 else -5.0, 1.3, 0.5), ((best + 1) % vocabulary, 2.0, 1.0, 0.0)]
+    if data == "far":  # bans of the best ids, which are the last of the vocabulary
+        logits[np.arange(rows), vocabulary - 1 - np.arange(rows)] = 100
+        adjust = [[(r, -1.0, 1.0, 0.0), (vocabulary - 1 - r, -math.inf, 1.0, 0.0)] for r in range(rows)]
+    if data == "many":  # rows end at numbers of 17 bits, with the ban of the best id: a long text with penalties
+        best = vocabulary - 1 - np.arange(rows)
+        logits[np.arange(rows), best] = 100
+        adjust = [[*((i, 0.5 * (i % 3), 1.1, 0.25) for i in range(vocabulary - rows)), (int(best[r]), -math.inf, 1.0, 0.0)] for r in range(rows)]
     wanted = [oracle.sample(logits[r], float(u[r]), p["temperature"], int(p["top_k"]), p["top_p"], p["min_p"], adjust[r]) for r in range(rows)]
     flat = [entry for row in adjust for entry in row]
     arrays: dict[str, tuple[np.ndarray, str, str]] = {
@@ -89,6 +96,10 @@ def cases() -> Iterator[Case]:
         for name in names:  # the sizes of real vocabularies: ids beyond 2^16, sums of 2^18 weights
             yield _case(rows, vocabulary, name, "last" if name == "greedy" else "normal", quick=rows == 9 and name == "greedy")
     yield _case(1, 257, "all", "normal")
+    yield _case(1100, 33, "greedy", "normal", quick=True)
+    yield _case(1100, 33, "all", "normal")
+    yield _case(9, 262144, "greedy", "far", quick=True)
+    yield _case(3, 32768, "greedy", "many")
     for name, data in (("plain", "equal"), ("greedy", "equal"), ("top_k", "equal"), ("all", "adjusted"), ("greedy", "adjusted"), ("plain", "bad"), ("greedy", "bad")):
         yield _case(5, 33, name, data, quick=data != "equal")
     case_id = "sample/f32/row/r0-v8/plain.none#exact"
