@@ -56,9 +56,9 @@ def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, r
         logits[np.arange(rows), vocabulary - 1 - np.arange(rows)] = 100
         adjust = [[(r, -1.0, 1.0, 0.0), (vocabulary - 1 - r, -math.inf, 1.0, 0.0)] for r in range(rows)]
     if data == "many":  # rows end at numbers of 17 bits, with the ban of the best id: a long text with penalties
-        best = vocabulary - 1 - np.arange(rows)
-        logits[np.arange(rows), best] = 100
-        adjust = [[*((i, 0.5 * (i % 3), 1.1, 0.25) for i in range(vocabulary - rows)), (int(best[r]), -math.inf, 1.0, 0.0)] for r in range(rows)]
+        last = vocabulary - 1 - np.arange(rows)
+        logits[np.arange(rows), last] = 100
+        adjust = [[*((i, 0.5 * (i % 3), 1.1, 0.25) for i in range(vocabulary - rows)), (int(last[r]), -math.inf, 1.0, 0.0)] for r in range(rows)]
     wanted = [oracle.sample(logits[r], float(u[r]), p["temperature"], int(p["top_k"]), p["top_p"], p["min_p"], adjust[r]) for r in range(rows)]
     flat = [entry for row in adjust for entry in row]
     arrays: dict[str, tuple[np.ndarray, str, str]] = {
