@@ -7,13 +7,18 @@ told to take wheels only and no dependencies, so it builds and runs nothing. `py
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import DownloadError, ModelNotFound
 from .cache import Hooks, disk_errors
@@ -73,8 +78,10 @@ def pip_download(name: str, version: str, work: Path, hooks: Hooks, label: str) 
 def _run_pip(command: list[str], env: dict[str, str], hooks: Hooks, label: str) -> tuple[int, list[str]]:
     """Runs pip to its end, or kills it when this is interrupted; returns its status and last lines."""
     lines: collections.deque[str] = collections.deque(maxlen=200)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with _signals_wait():
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
         if process.stdout is not None:
             while raw := process.stdout.readline(65_536):
                 line = raw.decode("utf-8", "replace").strip()
@@ -85,11 +92,32 @@ def _run_pip(command: list[str], env: dict[str, str], hooks: Hooks, label: str) 
                     lines.append(line)
         return process.wait(), list(lines)
     finally:
-        if process.poll() is None:
+        if process is not None and process.poll() is None:
             process.kill()
             process.wait()
-        if process.stdout is not None:
+        if process is not None and process.stdout is not None:
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals that become exceptions wait for the end of the block: one that came between the start of a process and the line that keeps it
+    would leave a process that nobody ends, and that writes where everything was removed. Only the main thread runs handlers."""
+    handlers: dict[int, Callable[[int, Any], Any]] = {}
+    came: list[int] = []
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    handlers[number] = handler
+                    signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in came:
+        handlers[number](number, None)
 
 
 def _pip_error(name: str, version: str, label: str, work: Path, lines: list[str]) -> DownloadError | ModelNotFound:

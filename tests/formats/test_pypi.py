@@ -530,6 +530,25 @@ def test_ctrl_c_while_pip_runs_ends_pip(pip_module, home, tmp_path):
     assert left_over(home) == []
 
 
+def test_ctrl_c_while_pip_is_being_started_ends_pip(monkeypatch):
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        pip_download._run_pip([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), cache.Hooks(), "x")
+    [process] = started
+    assert process.returncode == -signal.SIGKILL
+    assert process.stdout.closed
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_pip_is_asked_for_the_wheel_alone(pip_module, tmp_path):
     pip_module(f"""
         import json, sys, os
