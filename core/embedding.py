@@ -68,6 +68,10 @@ class EmbeddingRunner:
         """As the executor."""
         self._executor.copy_block(src, dst)
 
+    def touch_block(self, block: int) -> None:
+        """As the executor."""
+        self._executor.touch_block(block)
+
     def keep_state(self, slot: int, snapshot: int) -> None:
         """As the executor."""
         self._executor.keep_state(slot, snapshot)

@@ -300,6 +300,11 @@ class Engine:
                 self._runner.copy_block(source, target)
             for snapshot, sequence in step.restores:
                 self._runner.restore_state(snapshot, sequence.slot)
+            if self._decodes:
+                # a block ahead for each sequence, one a step: those that began together begin their next blocks together
+                ahead = self._blocks.next_unwritten(len(self._scheduler.running))
+                if ahead is not None:
+                    self._runner.touch_block(ahead)
             if self.on_handed_out is not None:
                 self.on_handed_out(None if step.fresh else self._step_s)
             result = self._runner.run(batch)

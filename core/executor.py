@@ -77,7 +77,9 @@ class Executor:
                     for chunk, nbytes in enumerate(sizes):
                         self._arenas[(device, arena, chunk)] = self.backends[device].alloc(nbytes, kind)
             self._share_host_values()
+            self._host_devices = {device for device, _ in self._hosted}
             self._map_weights(weights, sources)
+            self._zeros = memoryview(bytes(max((p.block_bytes for p in plan.places.values()), default=0)))
             self._stage = np.zeros(max((self._largest(c.value) for s in plan.segments for c in s.copies), default=0), np.uint8)
             load_weights(plan, weights, sources, self.backends, self._arenas, self._streams, progress)
             self._logits_device = self._find_logits()
@@ -312,6 +314,14 @@ class Executor:
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""
         self._copy_unit("kv", src, dst)
+
+    def touch_block(self, block: int) -> None:
+        """Writes zeros to a cache block that nobody uses, in every layer, where a device has its memory from the host's system: that gives out pages when they are
+        first written to, which takes longer than a step of a small model if many sequences begin a block together."""
+        for (device, _), place in self.plan.places.items():
+            if place.arena == "kv" and device in self._host_devices:
+                where = place.offset + block * place.block_bytes
+                self.backends[device].upload(self._buffer(device, place), where, self._zeros[: place.block_bytes], self._streams[device])
 
     def keep_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent state of a slot, in every layer, to a snapshot."""

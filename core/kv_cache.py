@@ -59,6 +59,7 @@ class BlockManager:
         self.hit_tokens = 0  # tokens of prompts found in the cache, since the start
         self.looked_up_tokens = 0  # tokens of prompts looked up
         self._refs = [0] * num_blocks
+        self._written = 0  # blocks from here on nobody has had yet: they are all free, and given out last and in this order
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._blocks: dict[tuple[int | str, bytes], int] = {}  # key of a findable block -> block
@@ -94,6 +95,14 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens fill."""
         return -(-num_tokens // self.block_size)
+
+    def next_unwritten(self, ahead: int) -> int | None:
+        """A block that nobody has written to since the start, to be given out soon: its memory may be asked of the system before a step waits for it. None where
+        `ahead` free blocks have been written to, or were told here."""
+        if self._written == self.num_blocks or len(self._free) - (self.num_blocks - self._written) >= ahead:
+            return None
+        self._written += 1
+        return self._written - 1
 
     # a sequence's life ------------------------------------------------------------------------------------------------
 
@@ -241,6 +250,7 @@ class BlockManager:
         """A block with one reference; evicts the least recently used cached block if none is free."""
         if self._free:
             block = self._free.pop()
+            self._written = max(self._written, block + 1)
         else:
             block, _ = self._cached.popitem(last=False)
             self._hide(block)

@@ -47,6 +47,9 @@ class StepRunner(Protocol):
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer, before the next run."""
 
+    def touch_block(self, block: int) -> None:
+        """Asks the system for the memory of a cache block that nobody uses, before a run. What it holds afterwards means nothing."""
+
     def keep_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent state of a slot to a snapshot, after a run and before the next."""
 

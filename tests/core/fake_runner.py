@@ -101,6 +101,7 @@ class FakeRunner:
         self.snapshots: dict[int, list[int]] = {}
         self.restored = 0
         self.steps = self.copies = 0
+        self.touched: list[int] = []
         self.closed = False
 
     def run(self, batch: StepBatch) -> Output:
@@ -177,6 +178,12 @@ class FakeRunner:
         self.copies += 1
         size = self.block_size
         self.memory[dst * size : (dst + 1) * size] = self.memory[src * size : (src + 1) * size]
+
+    def touch_block(self, block: int) -> None:
+        """Destroys what the block holds, and notes its number."""
+        size = self.block_size
+        self.memory[block * size : (block + 1) * size] = -1
+        self.touched.append(block)
 
     def keep_state(self, slot: int, snapshot: int) -> None:
         """Copies a state to its snapshot."""

@@ -468,6 +468,28 @@ def test_the_pace_is_told_of_decodes_only_where_the_prompt_is_done(prompt, steps
     assert told == steps
 
 
+def test_memory_for_the_next_blocks_is_asked_for_ahead_and_one_block_a_step():
+    """Four sequences that start together begin their blocks together."""
+    begun, ready, num_touched = [], [], [0]
+
+    def before(batch):
+        first = (batch.positions % 8 == 0) & (batch.context_len > 8)  # decodes that begin a block
+        begun.extend((batch.slots[first] // 8).tolist())
+        ready.extend(block in runner.touched for block in (batch.slots[first] // 8).tolist())
+        assert len(runner.touched) - num_touched[0] <= 1
+        num_touched[0] = len(runner.touched)
+
+    runner = FakeRunner(block_size=8, num_blocks=40, before=before)
+    with Engine(runner, prefix_cache=False) as engine:
+        with engine._wake:
+            handles = [engine.submit(ask([i], max_tokens=18)) for i in range(4)]
+        for handle, start in zip(handles, range(4), strict=True):
+            assert handle.result(60).choices[0].token_ids == alone([start], SamplingParams(temperature=0.0, max_tokens=18))[0]
+    assert len(begun) == 8
+    assert all(ready)
+    assert not set(begun[:4]) & set(begun[4:])
+
+
 @pytest.mark.parametrize("step", [1, 4, 7])  # of the eight that read the long prompt
 def test_a_short_request_is_answered_by_the_step_after_it_came_and_that_is_a_short_one(step):
     """While a prompt of 4,000 tokens is read in chunks of 512, from whose beginning it waits for fewer tokens than two chunks have."""

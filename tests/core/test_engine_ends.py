@@ -70,7 +70,7 @@ def test_a_failed_step_fails_its_requests_and_spares_the_others(error, kind):
 
 @pytest.mark.parametrize("limits", [{}, {"stateful": True, "num_snapshots": 3}], ids=["blocks", "snapshots"])
 def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block(limits):
-    """The k-th call of run, copy_block, keep_state or restore_state raises, for every k of a small run."""
+    """The k-th call of run, copy_block, touch_block, keep_state or restore_state raises, for every k of a small run."""
     prompts = [[1, 2, 3, 4, 5, 6], [9] * 11]
     for k in range(100):
         left = [k]
@@ -88,6 +88,10 @@ def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_bl
             def copy_block(self, src, dst):
                 self.count()
                 super().copy_block(src, dst)
+
+            def touch_block(self, block):
+                self.count()
+                super().touch_block(block)
 
             def keep_state(self, slot, snapshot):
                 self.count()

@@ -90,6 +90,30 @@ def test_neighbours_chunks_blocks_and_preemption_change_no_bit(alone, limits, op
         assert engine.stats().preemptions > 0 or limits.get("num_blocks") != 9
 
 
+def test_touching_a_block_writes_all_of_it_and_nothing_else():
+    runs = executor()
+    ref = runs.backends["ref"]
+    places = [place for place in runs.plan.places.values() if place.arena == "kv"]
+    for place in places:
+        ref.upload(runs._buffer("ref", place), place.offset, memoryview(b"\xff" * (place.block_bytes * runs.num_blocks)), runs._streams["ref"])
+    runs.touch_block(3)
+    assert places
+    for place in places:
+        found = bytearray(place.block_bytes * runs.num_blocks)
+        ref.download(memoryview(found), runs._buffer("ref", place), place.offset, runs._streams["ref"])
+        blocks = [bytes(found[i : i + place.block_bytes]) for i in range(0, len(found), place.block_bytes)]
+        assert [set(block) for block in blocks] == [{0} if i == 3 else {255} for i in range(runs.num_blocks)]
+    runs.close()
+
+
+def test_memory_of_a_device_that_is_not_the_hosts_is_not_touched(monkeypatch):
+    monkeypatch.setattr(RefBackend, "wrap_host", lambda *_, **__: None)
+    runs = executor()
+    monkeypatch.setattr(RefBackend, "upload", lambda *_: pytest.fail("bytes were sent to a device that has its memory"))
+    runs.touch_block(3)
+    runs.close()
+
+
 def test_arithmetic_that_is_not_finite_fails_the_request_with_a_reason():
     broken = executor()
     next(array for (_, name), array in broken._host.items() if name == "freq")[...] = np.nan

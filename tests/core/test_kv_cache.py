@@ -34,6 +34,18 @@ def counts(manager: BlockManager) -> tuple[int, int, int]:
     return manager.num_free, manager.num_used, manager.num_cached
 
 
+def test_blocks_that_nobody_had_are_told_in_the_order_in_which_they_are_given_out():
+    manager = BlockManager(6, SIZE)
+    first = filled(manager, ids(1, 2, 3, 4, 5))
+    assert first.ids == [0, 1]
+    assert [manager.next_unwritten(2) for _ in range(3)] == [2, 3, None], "two are ready"
+    second = filled(manager, ids(*range(20, 29)))
+    assert second.ids == [2, 3, 4], "the last of them was not told, but has been written to"
+    manager.close(second)
+    assert manager.next_unwritten(1) is None, "its last block is free, and was written to"
+    assert [manager.next_unwritten(6) for _ in range(2)] == [5, None], "there are no more"
+
+
 def test_only_full_blocks_are_found_again_and_never_the_last_token():
     manager = BlockManager(8, SIZE)
     manager.close(filled(manager, np.arange(10, dtype=np.int32)))
