@@ -100,6 +100,18 @@ def _said(error: Any) -> str:
     return f": {escape_controls(message):.300}" if isinstance(message, str) else ""
 
 
+def _take_more(sample: Sample, frames: bytes) -> None:
+    """Counts of tokens, or an error."""
+    for line in frames.split(b"\n"):
+        if line.startswith(b"data: ") and _HAS_MORE.search(line):
+            event = json.loads(line[6:])
+            if error := event.get("error"):
+                sample.error = f"{error.get('code') or error.get('type')}{_said(error)}"
+                return
+            if usage := event.get("usage"):
+                sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+
+
 async def _request(target: _Target, body: dict[str, Any]) -> Sample:
     """One streamed completion."""
     sample, start = Sample(), time.perf_counter()
@@ -110,29 +122,19 @@ async def _request(target: _Target, body: dict[str, Any]) -> Sample:
             refused = _object(await reader.read(MAX_REFUSAL_BYTES)).get("error")
             writer.close()
             return Sample(error=f"status {status}{_said(refused)}")
-        done, rest = False, b""
+        done, rest = False, b"\n"
         while not done and not sample.error and (data := await reader.read(1 << 16)):
-            *lines, rest = (rest + data).split(b"\n")
             now = time.perf_counter()
-            for line in lines:
-                if not line.startswith(b"data: "):
-                    continue  # chunk sizes, comments, empty lines
-                if _HAS_TEXT.search(line):
-                    if sample.ttft_s:
-                        sample.gaps_s.append(now - last)
-                    else:
-                        sample.ttft_s = now - start
-                    last = now
-                elif line.startswith(b"data: [DONE]"):
-                    done = True
-                    break
-                if _HAS_MORE.search(line):
-                    event = json.loads(line[6:])
-                    if error := event.get("error"):
-                        sample.error = f"{error.get('code') or error.get('type')}{_said(error)}"
-                        break
-                    if usage := event.get("usage"):
-                        sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+            whole, end, rest = (rest + data).rpartition(b"\n")  # frames that are complete, each after a line end
+            rest = end + rest
+            done = b"\ndata: [DONE]" in whole + end
+            if count := len(_HAS_TEXT.findall(whole)):
+                gaps = [now - last, *[0.0] * (count - 1)]
+                sample.ttft_s = sample.ttft_s or now - start
+                sample.gaps_s += gaps if last > start else gaps[1:]
+                last = now
+            if _HAS_MORE.search(whole):
+                _take_more(sample, whole)
         writer.close()
         if not done and not sample.error:
             sample.error = "cut"

@@ -228,7 +228,7 @@ def make_app(runtime: Runtime) -> Gate:
         return handler
 
     def make_outbox(kind: str) -> Outbox:
-        return Outbox(ping=MESSAGES_PING) if kind == "messages" else Outbox()
+        return Outbox(runtime.bridge.soon, ping=MESSAGES_PING) if kind == "messages" else Outbox(runtime.bridge.soon)
 
     def prepares(kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:

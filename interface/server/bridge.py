@@ -19,8 +19,8 @@ from typing import Any, Final
 __all__ = ["Bridge"]
 
 
-EVERY_S: Final = 0.020  # steps that are quicker bring their tokens together: at least that often, text leaves
-LATE_S: Final = 0.025  # after so long without a wake-up the loop takes what waits
+EVERY_S: Final = 0.033  # steps that are quicker bring their tokens together: at least that often, text leaves
+LATE_S: Final = 0.040  # after so long without a wake-up the loop takes what waits
 
 
 class Bridge:
@@ -32,6 +32,7 @@ class Bridge:
         self._woken = self._urgent = False
         self._woken_at = 0.0
         self._late: asyncio.TimerHandle | None = None
+        self._after: list[Callable[[], None]] | None = None  # what is to be called when all that waits has been; None: nothing is being called
 
     def put(self, receiver: Callable[..., None], *args: Any, urgent: bool = True) -> None:
         """Queues receiver(*args) for the loop, which is told by `wake`; urgent: by the next one."""
@@ -49,11 +50,26 @@ class Bridge:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._flush)
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """On the loop: `call()` when all that waits now has been called; where nothing is being called, with the loop's next turn. Cheaper than that where many
+        streams are written to at once."""
+        if self._after is None:
+            self._loop.call_soon(call)
+        else:
+            self._after.append(call)
+
     def _flush(self) -> None:
         self._woken = False  # before the queue is read: whoever comes now wakes the loop again
         if self._late is not None:
             self._late.cancel()
         self._late = self._loop.call_later(LATE_S, self._flush) if self._queue else None
-        while self._queue:
-            receiver, args = self._queue.popleft()
-            receiver(*args)
+        after: list[Callable[[], None]] = []
+        self._after = after
+        try:
+            while self._queue:
+                receiver, args = self._queue.popleft()
+                receiver(*args)
+        finally:
+            self._after = None
+            for call in after:
+                call()

@@ -68,16 +68,17 @@ def event_frame(name: str, data: dict[str, Any]) -> bytes:
 class Outbox:
     """Bytes on their way to one client.
 
-    pause, resume: called when more than `limit` bytes wait, and when half of them have gone. ping: what breaks a silence.
+    soon: calls a function when this turn's bytes have been written. pause, resume: called when more than `limit` bytes wait, and when half of them have gone. ping: what
+    breaks a silence.
 
     A client that keeps up gets its bytes straight from here (`connect`): one call of the transport for all that a wake-up brings. The way
     through ASGI and h11, which waits for a slow client, costs several times as much for each token.
     """
 
-    def __init__(self, limit: int = UNSENT_BYTES, ping: bytes = PING):
+    def __init__(self, soon: Callable[[Callable[[], None]], object], limit: int = UNSENT_BYTES, ping: bytes = PING):
         self._buffer = bytearray()
         self._wake = asyncio.Event()
-        self._limit, self._ping = limit, ping
+        self._soon, self._limit, self._ping = soon, limit, ping
         self.pause: Callable[[], None] = lambda: None
         self.resume: Callable[[], None] = lambda: None
         self.abort: Callable[[], None] = lambda: None  # drops the connection
@@ -98,7 +99,7 @@ class Outbox:
             self._wake.set()
         elif not self._flushing:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._soon(self._flush)
         if self.paused_at is None and len(self._buffer) > self._limit:
             self.paused_at = time.monotonic()
             self.pause()

@@ -19,7 +19,10 @@ class Loop:
     """Counts wake-ups; `turn` is what the loop does then."""
 
     def __init__(self):
-        self.woken, self.closed, self._calls, self.timers = 0, False, [], []
+        self.woken, self.closed, self._calls, self.timers, self.soon = 0, False, [], [], []
+
+    def call_soon(self, call):
+        self.soon.append(call)
 
     def call_soon_threadsafe(self, call):
         if self.closed:
@@ -116,6 +119,28 @@ def test_a_wake_up_puts_the_look_off(clock):
         bridge.wake()
         loop.turn()
     assert [timer.cancelled for timer in loop.timers] == [True, True, False]
+
+
+def test_what_is_to_be_done_soon_is_done_after_all_that_waits_also_where_something_fails():
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def fails():
+        raise ValueError("of a receiver")
+
+    for number in range(3):
+        bridge.put(lambda number=number: (got.append(number), bridge.soon(lambda: got.append(f"after {number}"))))
+    bridge.put(fails)
+    bridge.put(got.append, 3)
+    bridge.wake()
+    with pytest.raises(ValueError, match="of a receiver"):
+        loop.turn()
+    assert got == [0, 1, 2, "after 0", "after 1", "after 2"]
+    bridge.soon(lambda: got.append("alone"))
+    assert len(loop.soon) == 1, "nothing is being called: the loop's next turn"
+    bridge.wake()
+    loop.turn()
+    assert got[6:] == [3]
 
 
 def test_a_closed_loop_is_no_matter_of_the_engine():
