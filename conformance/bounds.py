@@ -255,7 +255,7 @@ def attention(
 ) -> Expected:  # fmt: skip
     """Bound of a row: errors of the scores weighted by the softmax, plus the sum over the values."""
     u, acc = U["f32"], U[numerics.acc]
-    q = sequence.query.astype(np.float64)
+    q = round_to(sequence.query, numerics.act)
     (keys, key_slack), (values, value_slack) = cached(sequence.keys, numerics.weight), cached(sequence.values, numerics.weight)
     if value_dim:  # values are the first elements of keys, as these are stored
         values, value_slack = keys[..., :value_dim], key_slack[..., :value_dim]

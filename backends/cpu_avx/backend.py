@@ -43,7 +43,7 @@ from fastllm.api import (
 )
 
 from . import _native, isa, pack
-from .lower import CACHE_TYPES, MAX_HEAD, lower
+from .lower import CACHE_TYPES, MAX_HEAD, Kept, lower
 from .operands import Source
 from .program import NativeProgram
 from .recurrent import MAX_KEY, MAX_TAPS
@@ -84,19 +84,19 @@ class CpuBackend(Backend):
     maps_weights = True
     kv_dtypes = tuple(CACHE_TYPES)
 
-    def __init__(self, threads: int = 0, isa: str = "auto", act: str = "int8", kv_dtype: str = "f16", pin: bool = True):
+    def __init__(self, threads: int = 0, isa: str = "auto", act: str = "int8", kv_dtype: str = "auto", pin: bool = True):
         """Starts the threads. Raises UsageError for options that cannot be, BackendUnavailable if threads cannot be made."""
         if threads < 0 or threads > 1024:
             raise UsageError(f"threads={threads} is outside of 0…1024", who="cpu_avx")
-        if act not in ("int8", "f32") or kv_dtype not in CACHE_TYPES:
-            fix = f"act: int8, f32; kv_dtype: {', '.join(CACHE_TYPES)}"
+        if act not in ("int8", "f32") or kv_dtype not in ("auto", *CACHE_TYPES):
+            fix = f"act: int8, f32; kv_dtype: auto, {', '.join(CACHE_TYPES)}"
             raise UsageError(f"act={act!r} or kv_dtype={kv_dtype!r} is not known", who="cpu_avx", fix=fix)
         self.isa = _choose(isa)
         choice = choose_threads(threads, pin)
         self.threads, self.reason = choice.count, choice.reason
         self.warning = "; ".join(line for line in (choice.warning, _distrusted(isa)) if line)
-        self._exact, self._kv_dtype = act == "f32", kv_dtype
-        self._bf16 = _native.multiplies_bf16(self.isa)
+        self._exact, self._bf16 = act == "f32", _native.multiplies_bf16(self.isa)
+        self._kept = Kept(kv_dtype, self._bf16 and not self._exact)
         self._used, self._closed = 0, False
         try:
             # more threads than cores: whoever spins keeps the core from whom it waits for (256 threads on 2 cores: 30 times slower)
@@ -172,7 +172,7 @@ class CpuBackend(Backend):
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of a block, in the layout of native/kernels.h."""
         shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
-        return int(_native.cache_block_bytes(block_size, *shape, CACHE_TYPES[spec.dtype or self._kv_dtype]))
+        return int(_native.cache_block_bytes(block_size, *shape, self._kept.number(spec)))
 
     # weights --------------------------------------------------------------------------------------------------------
 
@@ -223,8 +223,9 @@ class CpuBackend(Backend):
             kind = 0 if layout is None else _native.prepare_kind(_native.layout_number(layout), self._exact, self._bf16)
             return Yes(q.op, act={0: None, BF16_ROWS: "bf16"}.get(kind, f"q8_g{kind}"))
         if q.op == "attention":
-            kept = next((s.dtype for s in q.specs if isinstance(s, KVSpec) and s.dtype), self._kv_dtype)
-            return Yes("attention", weight={"f32": None, "int8": f"int8_g{_native.KV_GROUP}"}.get(kept, kept))
+            spec = next((s for s in q.specs if isinstance(s, KVSpec)), KVSpec(1, 1, 1))
+            kept, rounded = self._kept.name(spec), "bf16" if self._kept.pairs(spec) else None
+            return Yes("attention", act=rounded, prob=rounded, weight={"f32": None, "int8": f"int8_g{_native.KV_GROUP}"}.get(kept, kept))
         return Yes(q.op, angle="f64" if q.op == "rope" else None)
 
     def ops(self) -> Mapping[str, OpFn]:
@@ -298,7 +299,7 @@ class CpuBackend(Backend):
         self, nodes: Sequence[Node], source: Any, largest: StepDims, uses: Mapping[str, int] | None = None
     ) -> NativeProgram:
         try:
-            lowered = lower(nodes, source, largest, exact=self._exact, bf16=self._bf16, kv_dtype=self._kv_dtype, threads=self.threads, uses=uses)
+            lowered = lower(nodes, source, largest, exact=self._exact, bf16=self._bf16, kept=self._kept, threads=self.threads, uses=uses)
             return NativeProgram(self.isa, self._pool, lowered, largest, nodes)
         except MemoryError:
             what = f"a program of {len(nodes)} ops for steps of {largest.T} tokens: the system refuses its memory"

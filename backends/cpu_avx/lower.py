@@ -39,7 +39,7 @@ from .operands import (
     vector,
 )
 
-__all__ = ["CACHE_TYPES", "MAX_HEAD", "Lowered", "lower"]
+__all__ = ["CACHE_TYPES", "MAX_HEAD", "Kept", "Lowered", "lower"]
 
 OPCODES: Final = {
     name: number
@@ -51,6 +51,8 @@ OPCODES: Final = {
 }  # fmt: skip
 """As in program.h."""
 CACHE_TYPES: Final = {"f16": 1, "bf16": 2, "f32": 0, "int8": 4}
+PAIRED_TYPES: Final = {"bf16": 5, "int8": 6}
+"""The same elements in pairs, for products of bf16."""
 ACTS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MASKS: Final = ("causal", "full", "prefix", "chunk")
 SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
@@ -97,6 +99,30 @@ class Prepared:
         return Access(self.address, self.address + self.size, write)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """How caches are kept. dtype: their type where a spec does not say, or "auto"; bf16: whether products of attention may be of bf16, so
+    that types which fit are kept in pairs."""
+
+    dtype: str
+    bf16: bool
+
+    def pairs(self, spec: KVSpec) -> bool:
+        """Whether products of this cache are of bf16."""
+        fits = spec.value_dim > 0 and max(spec.key_dim, spec.value_dim) <= MAX_HEAD
+        return self.bf16 and fits and self.name(spec) in PAIRED_TYPES
+
+    def name(self, spec: KVSpec) -> str:
+        """The type of its elements. auto: what products of bf16 take as it is, else f16."""
+        if spec.dtype or self.dtype != "auto":
+            return spec.dtype or self.dtype
+        return "bf16" if self.bf16 and spec.value_dim else "f16"
+
+    def number(self, spec: KVSpec) -> int:
+        """As in kernels.h."""
+        return (PAIRED_TYPES if self.pairs(spec) else CACHE_TYPES)[self.name(spec)]
+
+
 @dataclass
 class Lowered:
     """What `_native.Program` takes. code and checks: tuples; scratch_bytes: per thread; owned: memory that the program needs."""
@@ -114,7 +140,7 @@ def lower(
     *,
     exact: bool,
     bf16: bool,
-    kv_dtype: str,
+    kept: Kept,
     threads: int,
     uses: Mapping[str, int] | None = None,
 ) -> Lowered:
@@ -122,7 +148,7 @@ def lower(
     bf16 activations for bf16 weights; uses: how often each value is
     read in the whole graph, its views and the graph's outputs counted (a value that is not named is not fused away). Raises
     ShapeError for operands that no kernel takes (strides, sizes), UnsupportedError for an op there is none for."""
-    lowering = _Lowering(nodes, source, largest, exact, bf16, kv_dtype, threads, uses or {})
+    lowering = _Lowering(nodes, source, largest, exact, bf16, kept, threads, uses or {})
     index = 0
     while index < len(nodes):
         index += lowering.add(index)
@@ -137,12 +163,12 @@ class _Lowering:
         largest: StepDims,
         exact: bool,
         bf16: bool,
-        kv_dtype: str,
+        kept: Kept,
         threads: int,
         uses: Mapping[str, int],
     ):
         self.nodes, self.source, self.largest, self.uses = nodes, source, largest, uses
-        self.exact, self.bf16, self.kv_dtype, self.threads = exact, bf16, kv_dtype, threads
+        self.exact, self.bf16, self.kept, self.threads = exact, bf16, kept, threads
         self.result = Lowered()
         self.pending: tuple[list[Access], list[Access]] = (
             [],
@@ -574,7 +600,7 @@ class _Lowering:
         t = cache.tensor
         if not isinstance(t.spec, KVSpec):
             raise ShapeError("kv_write and attention need a key/value cache")
-        dtype = CACHE_TYPES[t.spec.dtype or self.kv_dtype]
+        dtype = self.kept.number(t.spec)
         needed = _native.cache_block_bytes(t.block_size, t.spec.num_kv_heads, t.spec.key_dim, t.spec.value_dim, dtype)
         check_cache(t, needed, 1)
         shape = (t.spec.num_kv_heads, t.spec.key_dim, t.spec.value_dim)

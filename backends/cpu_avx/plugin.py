@@ -21,7 +21,10 @@ OPTIONS = {
         help="activations of linear layers: rounded (fast), to int8 for quantised weights and to bf16 for bf16 weights where there is an instruction for it; or exact f32",
     ),
     "kv_dtype": Option(
-        str, "f16", ("f16", "bf16", "f32", "int8"), help="how keys and values are cached, where `--kv-dtype` does not say"
+        str,
+        "auto",
+        ("auto", "f16", "bf16", "f32", "int8"),
+        help="how keys and values are cached, where `--kv-dtype` does not say; auto: bf16 where attention multiplies it (act=int8 with avx512 or amx), else f16",
     ),
     "pin": Option(bool, True, help="bind threads to cores if they use all of them"),
 }

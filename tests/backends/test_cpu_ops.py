@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastllm.api import EngineError, HostTensor, KVSpec, OpQuery, ShapeError, Stream, Tensor
-from fastllm.backends.cpu_avx import isa
+from fastllm.backends.cpu_avx import _native, isa
 from fastllm.backends.cpu_avx.backend import CpuBackend
 
 USABLE = [name for name, why in isa.variants().items() if not why]
@@ -383,13 +383,22 @@ def stored(x, kv):
     return x
 
 
-@pytest.fixture(scope="module", params=["f16", "bf16", "f32", "int8"])
+@pytest.fixture(scope="module", params=["f16", "bf16", "f32", "int8", "bf16 pairs", "int8 pairs"])
 def cached(request):
-    """A backend per cache type."""
-    kit = Bench(threads=2, kv_dtype=request.param)
-    kit.kv = request.param
+    """A backend per cache type, with products of f32, and of bf16 (`pairs`) where the machine has them. near: how far results may be from
+    f64 over the operands as they are rounded; those of bf16 round weights, too."""
+    kv, _, pairs = request.param.partition(" ")
+    kit = Bench(threads=2, kv_dtype=kv, act="int8" if pairs else "f32")
+    if pairs and not _native.multiplies_bf16(kit.cpu.isa):
+        pytest.skip(f"{kit.cpu.isa} has no products of bf16")
+    kit.kv, kit.act, kit.pairs, kit.near = kv, "int8" if pairs else "f32", bool(pairs), 8e-3 if pairs else 5e-6
     yield kit
     kit.cpu.close()
+
+
+def asked(kit, query):
+    """A query as the products take it; those of latent attention stay f32."""
+    return stored(query, "bf16") if kit.pairs else query
 
 
 CASES = [
@@ -416,8 +425,8 @@ def test_causal_attention_agrees_with_f64_and_never_reads_an_unused_slot(cached,
     for s in range(len(lengths)):
         k, v = stored(seqs.keys[s], cached.kv), stored(seqs.values[s], cached.kv)
         for i, p in enumerate(positions[s]):
-            wanted = reference(queries[s][i], p, k, v, np.arange(p + 1))
-            assert np.abs(found[s][i] - wanted).max() < 5e-6
+            wanted = reference(asked(cached, queries[s][i]), p, k, v, np.arange(p + 1))
+            assert np.abs(found[s][i] - wanted).max() < cached.near
 
 
 MASKS = [
@@ -455,13 +464,25 @@ def test_masks_windows_and_softcap(cached, attrs):
                 }[attrs["mask"]]
                 and (not attrs.get("window") or p - j < attrs["window"])
             ]
-            wanted = reference(queries[s][i], p, k, v, see, softcap=attrs.get("softcap", 0.0))
-            assert np.abs(found[s][i] - wanted).max() < 5e-6
+            wanted = reference(asked(cached, queries[s][i]), p, k, v, see, softcap=attrs.get("softcap", 0.0))
+            assert np.abs(found[s][i] - wanted).max() < cached.near
+
+
+def test_sinks_and_alibi(cached):
+    seqs = Sequences(cached, [90, 300], 2, 64, 64, 64)
+    queries, positions = [normal(3, 4, 64, seed=9), normal(1, 4, 64, seed=8)], [np.array([0, 50, 89]), np.array([299])]
+    sinks, slopes = np.array([0.5, -2, 4, 80], np.float32), np.array([0.5, 0.25, 0.1, 0.01], np.float32)
+    found = seqs.attend(queries, positions, sinks=sinks, slopes=slopes)
+    for s in range(2):
+        k, v = stored(seqs.keys[s], cached.kv), stored(seqs.values[s], cached.kv)
+        for i, p in enumerate(positions[s]):
+            wanted = reference(asked(cached, queries[s][i]), p, k, v, np.arange(p + 1), sinks=sinks, slopes=slopes)
+            assert np.abs(found[s][i] - wanted).max() < cached.near + 5e-6
 
 
 @pytest.mark.parametrize("variant", USABLE)
 def test_sinks_and_alibi_in_every_variant(variant):
-    kit = Bench(threads=2, isa=variant)
+    kit = Bench(threads=2, isa=variant, kv_dtype="f16")
     seqs = Sequences(kit, [90, 700], 2, 64, 64, 64)
     queries = [normal(3, 4, 64, seed=9), normal(1, 4, 64, seed=8)]
     positions = [np.array([0, 50, 89]), np.array([699])]
@@ -513,7 +534,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it(cached):
     assert np.isnan(dirty[10:]).all()
 
 
-@pytest.mark.parametrize(("dk", "dv", "block", "heads"), [(64, 64, 64, 9), (64, 0, 64, 12), (24, 40, 16, 3)])
+@pytest.mark.parametrize(("dk", "dv", "block", "heads"), [(64, 64, 64, 9), (64, 0, 64, 12), (24, 40, 16, 3), (33, 80, 7, 30)])
 def test_attention_bits_do_not_depend_on_batch_chunks_blocks_or_threads(cached, dk, dv, block, heads):
     lengths = [1300, 40]
     seqs = Sequences(cached, lengths, 3 if dv else 1, dk, dv, block)
@@ -522,8 +543,8 @@ def test_attention_bits_do_not_depend_on_batch_chunks_blocks_or_threads(cached, 
     positions = [np.arange(1230, 1300), np.array([38, 39])]
     together = seqs.attend(queries, positions, **attrs)
     none = [normal(0, heads, dk), np.zeros(0, np.int32)]
-    alone = Bench(threads=1, kv_dtype=cached.kv)
-    three = Bench(threads=3, kv_dtype=cached.kv, pin=False)
+    alone = Bench(threads=1, kv_dtype=cached.kv, act=cached.act)
+    three = Bench(threads=3, kv_dtype=cached.kv, act=cached.act, pin=False)
     for kit in (cached, alone, three):
         for i in (0, 1, 33, 69):
             one = seqs.attend([queries[0][i : i + 1], none[0]], [positions[0][i : i + 1], none[1]], kit=kit, **attrs)[0]
@@ -547,7 +568,7 @@ def test_ranges_of_a_long_context_are_merged_in_rounds_where_memory_is_short(cac
     seqs = Sequences(cached, [2900, 300], 1, 80, 0, 64)
     queries = [normal(7, 70, 80, seed=1), normal(1, 70, 80, seed=2)]
     positions = [np.array([2899, 2898, 5, 1400, 2897, 2500, 2000]), np.array([299])]
-    alone, three = (Bench(threads=n, kv_dtype=cached.kv, pin=False) for n in (1, 3))
+    alone, three = (Bench(threads=n, kv_dtype=cached.kv, act=cached.act, pin=False) for n in (1, 3))
     wanted = seqs.attend(queries, positions, kit=alone, **attrs)
     whole = seqs.attend(queries, positions, kit=three, **attrs)
     monkeypatch.setattr("fastllm.backends.cpu_avx.lower.PARTIAL_BYTES", 0)  # as little as there is: three ranges of eight rows

@@ -72,7 +72,7 @@ def test_a_real_model_answers_the_same_under_every_variant(real_model_path, monk
     answers = {}
     for isa in RUNNABLE:
         monkeypatch.setenv("FASTLLM_ISA", isa)
-        with LLM(real_model_path("smollm2"), backend="cpu_avx", ctx=512) as llm:
+        with LLM(real_model_path("smollm2"), backend="cpu_avx", ctx=512, kv_dtype="f16") as llm:
             found = llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0))
         answers[isa] = [answer.output_ids for answer in found]
     assert len(answers["baseline"]) == 5

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastllm.api import KV_DTYPES, Backend, Buffer, EngineError, KVSpec, No, OpQuery, RefBackend, Stream, Tensor, UsageError
-from fastllm.backends.cpu_avx import isa
+from fastllm.backends.cpu_avx import _native, isa
 from fastllm.backends.cpu_avx.backend import CpuBackend
 from fastllm.backends.ref import kv
 from fastllm.core.graph import GraphBuilder, with_kv_dtype
@@ -102,7 +102,7 @@ class Cache:
 def test_a_row_that_sees_one_token_gives_back_its_value_as_the_type_rounds_it(dtype, dim, variant):
     values = vectors(dim)
     keys = np.ones_like(values[..., :16])
-    with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant) as backend:
+    with RefBackend() if variant == "ref" else CpuBackend(threads=1, isa=variant, act="f32") as backend:
         found = Cache(backend, dtype, keys, values).attend(np.ones((20, HEADS, 16), np.float32), list(range(20)), window=1)
     wanted = np.array([[exact(head, dtype) for head in token] for token in values])
     np.testing.assert_array_equal(found, wanted.astype(np.float32))
@@ -128,8 +128,9 @@ def test_a_step_that_contradicts_itself_is_an_error_and_writes_nothing(variant, 
 
 
 @pytest.mark.parametrize("variant", USABLE)
-@pytest.mark.parametrize("scale", [0.25, 0.0, 1e-45])
-def test_a_row_whose_steps_are_whole_alone_has_the_same_bits_beside_one_that_sees_less(variant, scale):
+@pytest.mark.parametrize("scale", [0.25, 0.0, 1e-45, -0.5])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "int8"])
+def test_a_row_whose_steps_are_whole_alone_has_the_same_bits_beside_one_that_sees_less(variant, dtype, scale):
     """The kernel takes a shorter way through steps that all of its rows see: also where every score is −inf, or becomes NaN when scaled."""
     rng = np.random.default_rng(3)
     keys, values = (rng.standard_normal((300, HEADS, 32)).astype(np.float32) for _ in range(2))
@@ -138,7 +139,7 @@ def test_a_row_whose_steps_are_whole_alone_has_the_same_bits_beside_one_that_see
     queries[::3, 0, 0] = -3e38
     positions = [*range(20), *range(120, 130), *range(290, 300)]
     with CpuBackend(threads=1, isa=variant) as backend:
-        cache = Cache(backend, "f16", keys, values)
+        cache = Cache(backend, dtype, keys, values)
         together = cache.attend(queries, positions, scale=scale)
         alone = np.concatenate([cache.attend(queries[i : i + 1], [p], scale=scale) for i, p in enumerate(positions)])
     assert np.isfinite(together).any()
@@ -155,10 +156,36 @@ def test_cpu_avx_agrees_with_ref_over_what_it_stores(dtype, key_dim, value_dim, 
     keys[..., :32] *= 30  # groups of different size
     queries /= 30
     positions = list(range(70))
-    with RefBackend() as ref, CpuBackend(threads=2, isa=variant) as cpu:
+    with RefBackend() as ref, CpuBackend(threads=2, isa=variant, act="f32") as cpu:
         wanted = Cache(ref, dtype, keys, values).attend(queries, positions)
         found = Cache(cpu, dtype, keys, values).attend(queries, positions)
     assert np.abs(found - wanted).max() < 5e-6
+
+
+PAIRED = [name for name in USABLE if _native.multiplies_bf16(name)]
+
+
+@pytest.mark.parametrize("variant", PAIRED)
+@pytest.mark.parametrize("dim", [24, 161])
+def test_products_of_bf16_give_back_a_bf16_value_and_take_denormals_for_zeros(dim, variant):
+    values = vectors(dim)
+    keys = np.ones_like(values[..., :15])
+    with CpuBackend(threads=1, isa=variant) as backend:
+        found = Cache(backend, "bf16", keys, values).attend(np.ones((20, HEADS, 15), np.float32), list(range(20)), window=1)
+    wanted = np.array([[exact(head, "bf16") for head in token] for token in values])
+    wanted[np.abs(wanted) < 2.0**-126] = 0
+    np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("variant", PAIRED)
+def test_a_cache_is_of_bf16_where_attention_multiplies_that_and_of_f16_elsewhere(variant):
+    spec, latent = KVSpec(2, 64, 64), KVSpec(1, 80, 0)
+    query = [OpQuery("attention", ("f32", "kv"), (("T", 4, s.key_dim), ()), attrs={"scale": 1.0}, specs=(None, s)) for s in (spec, latent)]
+    with CpuBackend(threads=1, isa=variant) as rounded, CpuBackend(threads=1, isa=variant, act="f32") as exact_products:
+        yes = rounded.supports(query[0])
+        assert (yes.act, yes.weight, yes.prob) == ("bf16", "bf16", "bf16")
+        for yes in (rounded.supports(query[1]), exact_products.supports(query[0])):
+            assert (yes.act, yes.weight, yes.prob) == (None, "f16", None)
 
 
 def test_int8_takes_half_the_bytes_and_all_backends_know_every_type():

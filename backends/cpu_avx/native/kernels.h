@@ -8,7 +8,7 @@
 #define FL_KERNELS_H
 #include "linear.h"
 
-enum { FL_DT_F32, FL_DT_F16, FL_DT_BF16, FL_DT_I32, FL_DT_I8 };
+enum { FL_DT_F32, FL_DT_F16, FL_DT_BF16, FL_DT_I32, FL_DT_I8, FL_DT_BF16_PAIRS, FL_DT_I8_PAIRS }; /* PAIRS: of caches */
 enum { FL_ACT_SILU, FL_ACT_GELU, FL_ACT_GELU_TANH, FL_ACT_SIGMOID, FL_ACT_TANH, FL_ACT_RELU, FL_ACT_SWIGLU_OAI };
 enum { FL_MASK_CAUSAL, FL_MASK_FULL, FL_MASK_PREFIX, FL_MASK_CHUNK };
 enum { FL_Y_FULL, FL_Y_COLUMNS, FL_Y_ONE, FL_Y_ROWS }; /* shape of the second operand of add and mul */
@@ -24,31 +24,38 @@ typedef struct {
  *
  *   values stored:    K [Dk][pad(block_size)]   V [block_size][Dv]   f32 [groups of Dk][block_size]   f32 [groups of Dv][block_size]
  *   values = prefix:  K [block_size][Dk]                             f32 [groups of Dk][block_size]
+ *   pairs:            K [Dk / 2][pad(block_size)][2 channels]   V [block_size / 2][Dv][2 tokens]   scales as above; halves rounded up
  *
  * Keys are transposed, so that sixteen tokens are one vector. int8: element = code · scale, one scale for each token, head and group of
- * FL_KV_GROUP channels (the last group may be shorter).
+ * FL_KV_GROUP channels (the last group may be shorter). Pairs are what the products of attention_pairs.c read.
  */
 enum { FL_KV_GROUP = 64 };
 typedef struct {
     char *p;
     int64_t block_bytes, num_blocks;
-    int32_t block_size, heads, key_dim, value_dim, dtype; /* dtype: FL_DT_F32, F16, BF16 or I8 */
+    int32_t block_size, heads, key_dim, value_dim,
+        dtype; /* dtype: FL_DT_F32, F16, BF16, I8 or, where values are stored, PAIRS */
 } fl_cache;
 
-static inline int64_t fl_element_bytes(int32_t dtype) { return dtype == FL_DT_F32 ? 4 : dtype == FL_DT_I8 ? 1 : 2; }
+static inline int fl_is_pairs(int32_t dtype) { return dtype == FL_DT_BF16_PAIRS || dtype == FL_DT_I8_PAIRS; }
+static inline int fl_is_codes(int32_t dtype) { return dtype == FL_DT_I8 || dtype == FL_DT_I8_PAIRS; }
+static inline int64_t fl_element_bytes(int32_t dtype) { return dtype == FL_DT_F32 ? 4 : fl_is_codes(dtype) ? 1 : 2; }
 static inline int32_t fl_kv_groups(int32_t channels) { return (channels + FL_KV_GROUP - 1) / FL_KV_GROUP; }
+static inline int64_t fl_even(int64_t n) { return (n + 1) / 2 * 2; }
 /* tokens from one row of transposed keys to the next */
 static inline int64_t fl_key_stride(const fl_cache *c) { return ((int64_t)c->block_size + 15) / 16 * 16; }
 /* bytes from a head's begin to its values, to its scales and to the next head */
 static inline int64_t fl_values_at(const fl_cache *c) {
-    return (c->value_dim ? fl_key_stride(c) : c->block_size) * c->key_dim * fl_element_bytes(c->dtype);
+    const int64_t channels = fl_is_pairs(c->dtype) ? fl_even(c->key_dim) : c->key_dim;
+    return (c->value_dim ? fl_key_stride(c) : c->block_size) * channels * fl_element_bytes(c->dtype);
 }
 static inline int64_t fl_scales_at(const fl_cache *c) {
-    int64_t end = fl_values_at(c) + (int64_t)c->block_size * c->value_dim * fl_element_bytes(c->dtype);
-    return c->dtype == FL_DT_I8 ? (end + 3) / 4 * 4 : end;
+    const int64_t tokens = fl_is_pairs(c->dtype) ? fl_even(c->block_size) : c->block_size;
+    int64_t end = fl_values_at(c) + tokens * c->value_dim * fl_element_bytes(c->dtype);
+    return fl_is_codes(c->dtype) ? (end + 3) / 4 * 4 : end;
 }
 static inline int64_t fl_head_bytes(const fl_cache *c) {
-    int64_t groups = c->dtype == FL_DT_I8 ? fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim) : 0;
+    int64_t groups = fl_is_codes(c->dtype) ? fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim) : 0;
     return fl_scales_at(c) + groups * c->block_size * 4;
 }
 

@@ -16,8 +16,7 @@
  * (several threads then share a long context, and `attention_merge` adds up what they left, some ranges at a time) or all of them: the
  * arithmetic is the same, so bits depend neither on the threads, nor on the batch, nor on how a prompt was cut.
  */
-#include "ops.h"
-#include "vec.h"
+#include "attention.h"
 
 /* Register block of a product: FL_Q * FL_V sums, FL_V operands and one factor fit the registers (32, or 16). */
 #if FL_WIDE == 16
@@ -27,11 +26,9 @@ enum { FL_Q = 6, FL_V = 2 };
 #else
 enum { FL_Q = 4, FL_V = 2 };
 #endif
-enum { SROW = FL_SUB + 16, STAGED = 16, MAX_WIDTH = 1024 }; /* STAGED: pairs from which on a step is brought to f32 first */
+enum { STAGED = 16 }; /* pairs from which on a step is brought to f32 first */
 
 enum { SCALED = 16 }; /* type of int8 keys: codes times the scales of their token and group */
-
-#define LOG2_E 1.44269504f
 
 typedef struct {
     int64_t lo, hi; /* keys [lo, hi) that a row sees */
@@ -228,41 +225,6 @@ void FL_NAME(fl_attention_merge)(const fl_attention *a, int64_t s, int64_t row, 
     if (end <= last) finish(a, row, head, so_far[0], so_far[1], O);
 }
 
-/* Scores and weights of one step of a unit. */
-typedef struct {
-    int32_t n, lo, hi, whole;           /* pairs; the tokens that any of them sees; whether each sees all FL_SUB */
-    int32_t from[FL_TILE], to[FL_TILE]; /* the tokens that each sees */
-    float *score[FL_TILE], *acc[FL_TILE];
-    float m[FL_TILE + FL_WIDE], l[FL_TILE][16]; /* running maximum, and sum of weights in sixteen parts */
-    float slope[FL_TILE], distance[FL_TILE];
-} step;
-
-/* Final scores of a pair: scaled, capped and biased, in units of log 2; −inf where it does not see a token. Returns the largest. */
-FL_INLINE float largest_score(const fl_attention *a, const step *w, int32_t i) {
-    const f32xw iota = FL_LANE_NUMBERS;
-    int32_t from = w->from[i], to = w->to[i];
-    float *s = w->score[i];
-    f32xw top = setw(-INFINITY);
-    for (int32_t j = from / 16 * 16; j < (to + 15) / 16 * 16; j += FL_WIDE) {
-        f32xw x = loadw(s + j);
-        if (a->softcap > 0.0f) {
-            storew(s + j, x * a->scale);
-            for (int32_t k = j; k < j + FL_WIDE; k += 8) store8(s + k, a->softcap * tanh8(load8(s + k) / a->softcap));
-            x = loadw(s + j) * LOG2_E;
-        } else {
-            x = x * (a->scale * LOG2_E);
-        }
-        if (a->slopes) x = x + (w->slope[i] * LOG2_E) * (iota + (float)j + w->distance[i]);
-        if (j < from || j + FL_WIDE > to) {
-            i32xw seen = (iota + (float)j >= (float)from) & (iota + (float)j < (float)to);
-            x = selectw(seen, x, setw(-INFINITY));
-        }
-        storew(s + j, x);
-        top = maxw(x, top);
-    }
-    return topw(top);
-}
-
 /* The same where a pair sees all tokens and scores are scaled only. They stay as they are: `weights` scales them again. */
 FL_INLINE float largest_of_whole(const float *s, float factor) {
     f32xw top = setw(-INFINITY);
@@ -316,34 +278,6 @@ static void step_softmax(const fl_attention *a, step *w, int32_t i0, int32_t i1,
     for (int32_t i = i0; i < i1; i++) {
         float *acc = w->acc[i];
         for (int32_t c = 0; c < width; c += FL_WIDE) storew(acc + c, loadw(acc + c) * keep[i]);
-    }
-}
-
-/* The part of a block that a step reads: tokens j … j + count − 1 of the step. */
-typedef struct {
-    const char *head; /* of the block */
-    int64_t offset;   /* tokens from the block's begin */
-    int32_t count;
-} piece;
-
-FL_INLINE piece piece_at(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t j, int32_t end) {
-    int64_t block = (first + j) / c->block_size, offset = (first + j) % c->block_size, left = c->block_size - offset;
-    return (piece){c->p + blocks[block] * c->block_bytes + head * fl_head_bytes(c), offset,
-                   (int32_t)(left < end - j ? left : end - j)};
-}
-
-/* Scales of the keys [from, to) of a step, [groups][SROW], and of their values. */
-static void stage_scales(const fl_cache *c, const int32_t *blocks, int32_t head, int64_t first, int32_t from, int32_t to,
-                         float *kscale, float *vscale) {
-    const int32_t groups = fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim);
-    for (int32_t j = from; j < to;) {
-        piece part = piece_at(c, blocks, head, first, j, to);
-        const float *scales = (const float *)(part.head + fl_scales_at(c)) + part.offset;
-        for (int32_t g = 0; g < groups; g++, scales += c->block_size) {
-            int32_t v = g - fl_kv_groups(c->key_dim);
-            memcpy((v < 0 ? kscale + g * SROW : vscale + v * SROW) + j, scales, (size_t)part.count * sizeof(float));
-        }
-        j += part.count;
     }
 }
 
@@ -473,9 +407,15 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
     const int32_t *blocks = a->block_table + s * a->table_stride;
     int32_t group = a->heads / c->heads, width = (a->value_dim + 15) / 16 * 16;
     float *sc = scratch, *acc = sc + FL_TILE * SROW, *total = acc + FL_TILE * width, *kt = total + FL_TILE * width,
-          *vt = kt + (int64_t)c->key_dim * SROW, *kscale = NULL, *vscale = NULL;
-    if (c->dtype == FL_DT_I8)
+          *vt = kt + fl_even(c->key_dim) * SROW, *kscale = NULL, *vscale = NULL;
+    if (fl_is_codes(c->dtype))
         kscale = vt + FL_SUB * width, vscale = c->value_dim ? kscale + fl_kv_groups(c->key_dim) * SROW : kscale;
+#if FL_WIDE == 16
+    const int pairs = fl_is_pairs(c->dtype);
+    uint16_t *const weights16 =
+        (uint16_t *)(vt + FL_SUB * width + (fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim)) * SROW);
+    const pairs_scratch halves = {weights16 + FL_TILE * FL_SUB, weights16, (char *)kt, (char *)vt, kscale, vscale};
+#endif
 
     /* pairs: kv head after kv head, of each row after row */
     int32_t heads = group - head0 < FL_TILE ? group - head0 : FL_TILE, each = heads * (int32_t)(row1 - row0), query[FL_TILE];
@@ -491,6 +431,9 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
         if (see[i].lo > common.lo) common.lo = see[i].lo;
         if (see[i].hi < common.hi) common.hi = see[i].hi;
         q[i] = (const float *)a->q.p + row * a->q.s0 + query[i] * a->q.s1;
+#if FL_WIDE == 16
+        if (pairs) FL_NAME(fl_attention_query)(q[i], c->key_dim, halves.q + i * fl_even(c->key_dim));
+#endif
         w.score[i] = sc + i * SROW, w.acc[i] = acc + i * width;
         w.slope[i] = a->slopes ? a->slopes[query[i]] : 0.0f;
         M[i] = -INFINITY, L[i] = 0.0f;
@@ -527,6 +470,12 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
                 else if (sub + FL_SUB < end)
                     next = piece_at(c, blocks, kv_head, sub, FL_SUB, 2 * FL_SUB).head;
                 if (kscale) stage_scales(c, blocks, head, sub, w.lo, w.hi, kscale, vscale);
+#if FL_WIDE == 16
+                if (pairs) {
+                    FL_NAME(fl_attention_pairs)(a, blocks, head, sub, &w, i0, i1, &halves, width, next);
+                    continue;
+                }
+#endif
                 if (staged) stage(c, blocks, head, sub, w.lo, w.hi, kscale, kt, vt, width, next);
                 step_scores(c, blocks, head, sub, &w, i0, i1, q, staged ? kt : NULL, kscale);
                 step_softmax(a, &w, i0, i1, width);
@@ -551,100 +500,5 @@ void FL_NAME(fl_attention_unit)(const fl_attention *a, int64_t s, int32_t kv_hea
         if (see[i].lo >= see[i].hi) zero_row(a, row, query[i]);
         else
             finish(a, row, query[i], M[i], L[i], total + i * width);
-    }
-}
-
-/* A group of channels as int8: code = round(x / scale), scale = largest |x| / 127; infinity and NaN make all of it NaN. */
-static float store_codes(const float *x, int32_t n, int8_t *to, int64_t step) {
-    float most = 0.0f;
-    int32_t odd = 0;
-    for (int32_t i = 0; i < n; i++) {
-        float size = fabsf(x[i]);
-        odd |= !(size < INFINITY);
-        most = size > most ? size : most;
-    }
-    const float scale = odd ? NAN : most / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
-    for (int32_t i = 0; i < n; i++) {
-        float code = odd ? 0.0f : rintf(x[i] / divisor);
-        to[i * step] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
-    }
-    return scale;
-}
-
-/* n <= 16 values to halves or to bf16, at `to`. */
-FL_INLINE void store_short(const float *x, int32_t n, int dtype, char *to) {
-    uint16_t out[16];
-#if defined(__F16C__) && !defined(FL_EMULATE)
-    if (dtype == FL_DT_F16 && n == 16) { /* the same bits as to_half1 */
-        for (int32_t i = 0; i < 16; i += 8)
-            _mm_storeu_si128((__m128i *)(void *)(to + 2 * i),
-                             _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
-        return;
-    }
-#endif
-    for (int32_t i = 0; i < n; i++) out[i] = dtype == FL_DT_F16 ? to_half1(x[i]) : to_bfloat1(x[i]);
-    memcpy(to, out, (size_t)n * sizeof out[0]);
-}
-
-/* Keys of n <= 16 tokens that stand side by side in a block, to their transposed rows: sixteen elements of each at a time. x: of the
- * first token, `ld` apart; to: its place; step: elements from one row to the next. */
-static void store_keys(const float *x, int64_t ld, int32_t n, int32_t dim, int dtype, char *to, int64_t step) {
-    for (int32_t d0 = 0; d0 < dim; d0 += 16) {
-        float turned[16][16];
-        const int32_t count = dim - d0 < 16 ? dim - d0 : 16;
-        for (int32_t t = 0; t < n; t++)
-            for (int32_t d = 0; d < count; d++) turned[d][t] = x[t * ld + d0 + d];
-        for (int32_t d = 0; d < count; d++) {
-            char *row = to + (d0 + d) * step * fl_element_bytes(dtype);
-            if (dtype == FL_DT_F32) memcpy(row, turned[d], (size_t)n * sizeof(float));
-            else
-                store_short(turned[d], n, dtype, row);
-        }
-    }
-}
-
-/* One row of keys or values into the cache: element i at to[i], of int8 at to[i · step]; scale: where that of the first group of int8
- * goes, those of the others `scales` places behind one another. */
-static void store_row(const float *x, int32_t n, int dtype, char *to, int64_t step, float *scale, int64_t scales) {
-    if (dtype == FL_DT_F32) memcpy(to, x, (size_t)n * sizeof(float));
-    else if (dtype == FL_DT_F16 || dtype == FL_DT_BF16) {
-        for (int32_t i = 0; i < n; i += 16) store_short(x + i, n - i < 16 ? n - i : 16, dtype, to + 2 * i);
-    } else {
-        for (int32_t i = 0; i < n; i += FL_KV_GROUP)
-            scale[i / FL_KV_GROUP * scales] =
-                store_codes(x + i, n - i < FL_KV_GROUP ? n - i : FL_KV_GROUP, (int8_t *)to + i * step, step);
-    }
-}
-
-/* Tokens from t on, up to 16 and before i1, whose slots follow each other inside of one block. */
-static int32_t neighbours(const fl_cache *c, const int32_t *slots, int64_t t, int64_t i1) {
-    int32_t n = 1;
-    while (n < 16 && t + n < i1 && slots[t + n] == slots[t] + n && slots[t + n] % c->block_size) n++;
-    return n;
-}
-
-void FL_NAME(fl_kv_write)(const fl_cache *c, const fl_view *key, const fl_view *value, const int32_t *slots, int64_t i0,
-                          int64_t i1) {
-    const int apart = c->dtype != FL_DT_I8 && c->value_dim; /* keys are written apart, several tokens at once */
-    for (int64_t t = i0, n; t < i1; t += n) {
-        n = 1;
-        if (slots[t] < 0) continue;
-        if (apart) n = neighbours(c, slots, t, i1);
-        int64_t offset = slots[t] % c->block_size;
-        char *head = c->p + slots[t] / c->block_size * c->block_bytes;
-        for (int32_t h = 0; h < c->heads; h++, head += fl_head_bytes(c)) {
-            float *scales = (float *)(head + fl_scales_at(c)) + offset; /* int8 only */
-            int64_t step = c->value_dim ? fl_key_stride(c) : 1, first = c->value_dim ? offset : offset * c->key_dim;
-            char *keys = head + first * fl_element_bytes(c->dtype);
-            const float *x = (const float *)key->p + t * key->s0 + h * key->s1;
-            if (apart) store_keys(x, key->s0, (int32_t)n, c->key_dim, c->dtype, keys, step);
-            else
-                store_row(x, c->key_dim, c->dtype, keys, step, scales, c->block_size);
-            if (!c->value_dim) continue;
-            char *values = head + fl_values_at(c) + offset * c->value_dim * fl_element_bytes(c->dtype);
-            for (int64_t i = 0; i < n; i++, values += c->value_dim * fl_element_bytes(c->dtype))
-                store_row((const float *)value->p + (t + i) * value->s0 + h * value->s1, c->value_dim, c->dtype, values, 1,
-                          scales + fl_kv_groups(c->key_dim) * c->block_size, c->block_size);
-        }
     }
 }
