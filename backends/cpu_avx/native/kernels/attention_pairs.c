@@ -161,7 +161,7 @@ static void own_values(int codes, const uint16_t *p, int32_t from, int32_t to, c
     for (int32_t j = from, end; j < to; j = end) {
         const int32_t odd = j % 2, alone = odd || j + 1 == to;
         end = alone ? j + 1 : to / 2 * 2;
-        const int32_t mask = !alone ? ALL : odd ? ALL << 16 : 0xffff;
+        const int32_t mask = !alone ? ALL : odd ? (int32_t)0xffff0000 : 0xffff;
         if (codes) values_rows(1, 1, &p, j / 2, (end + 1) / 2, values, &acc, c0, c1, NULL, mask);
         else
             values_rows(1, 0, &p, j / 2, (end + 1) / 2, values, &acc, c0, c1, NULL, mask);
