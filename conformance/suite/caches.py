@@ -59,7 +59,10 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, k
         rounded = [bounds.cached(v, ran.yes.weight) for v in kit.values]
         y, off = (np.concatenate([pair[i].repeat(group, axis=1) for pair in rounded]) for i in (0, 1))
         own = np.where(off > 0, 4 * bounds.U["f32"] * np.abs(y) + bounds.TINY, 0.0)
-        first = expect(session, case_id, ran, [Expected(y, own, not off.any(), np.maximum(off - own, 0.0))], "bound")
+        slack = np.maximum(off - own, 0.0)
+        if off.any() and ran.yes.prob is not None:  # codes are multiplied with a weight that took their scale and is rounded as declared
+            own = own + 4 * bounds.U[ran.yes.prob] * np.abs(y)
+        first = expect(session, case_id, ran, [Expected(y, own, not off.any(), slack)], "bound")
         ran = kit.attend(queries, where)
         expect(session, case_id, ran, [kit.expected(queries, where, ran)], "bound")
         return first
