@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastllm.api import (
-    CORE_OPS,
+    CATALOGUE,
     Buffer,
     EngineError,
     Event,
@@ -106,7 +106,7 @@ class LateEvent(Event):
 
 
 class FakeBackend(RefBackend):
-    """The device. `without`, `inherit`: names of ops with commas; max_alloc, memory: bytes, 0 for no limit.
+    """The device. `without`, `inherit`: names of ops, core or extended, with commas; max_alloc, memory: bytes, 0 for no limit.
 
     Ops are native (`fake.NAME`): they compute on the device's memory and download nothing. Those of `inherit` are `ref.NAME`.
     Raises UsageError for an op that does not exist or a negative size.
@@ -117,7 +117,7 @@ class FakeBackend(RefBackend):
     def __init__(self, without: str = "", inherit: str = "", max_alloc: int = 0, memory: int = 0):
         super().__init__()
         self._without = _op_names("without", without)
-        self._inherited = set(CORE_OPS) if inherit == "all" else _op_names("inherit", inherit)
+        self._inherited = set(CATALOGUE) if inherit == "all" else _op_names("inherit", inherit)
         for key, value in (("max_alloc", max_alloc), ("memory", memory)):
             if value < 0:
                 raise UsageError(f"option {key} of backend 'fake' is {value}; it must be at least 0")
@@ -242,9 +242,9 @@ def _check_range(what: str, buffer: Buffer, offset: int, nbytes: int) -> None:
 
 def _op_names(option: str, text: str) -> set[str]:
     names = {n.strip() for n in text.split(",") if n.strip()}
-    unknown = sorted(names - set(CORE_OPS))
+    unknown = sorted(names - set(CATALOGUE))
     if unknown:
         raise UsageError(
-            f"option {option} of backend 'fake' names '{unknown[0]}', which is no op", fix=f"one of {', '.join(CORE_OPS)}"
+            f"option {option} of backend 'fake' names '{unknown[0]}', which is no op", fix=f"one of {', '.join(CATALOGUE)}"
         )
     return names

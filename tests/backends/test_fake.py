@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastllm.api import EngineError, OutOfMemory, RefBackend, UsageError
+from fastllm.api import CATALOGUE, EngineError, No, OutOfMemory, RefBackend, UnsupportedError, UsageError, Yes
 from fastllm.backends.fake.backend import FakeBackend, LateStream
+from fastllm.conformance.suite.honesty import questions
 from fastllm.core.executor import Executor
 from fastllm.core.placement import Placement
 from fastllm.core.planner import make_plan
 from fastllm.core.plugins import BackendRegistry
+from fastllm.formats import open_model
+from fastllm.models import build
 from tests.core.devices import LIMITS, batch, tiny
 
+FIXTURES = Path(__file__).parent.parent / "models" / "fixtures"
 STEPS = (((3, 1, 4), 0), ((15, 9), 3), ((2, 6, 5, 3), 5))  # ids, position of the first
 
 
@@ -36,6 +42,58 @@ def test_same_bits_as_ref(options):
         there.close()
         assert fake.memory().used == 0
         here.close()
+
+
+def logits_of(name, backends, fallback):
+    """(plan, logits of 11 tokens, in a prompt of 8 and 3 steps) of a small model file on the first of `backends`."""
+    folder = FIXTURES / name
+    ids = np.array(json.loads((folder / "fixture.json").read_text())["ids"][:11], np.int32)
+    with open_model(folder) as files:
+        model = build(files.kind, files.architecture, files.config, files.tensors, context_limit=40)
+        device = next(iter(backends))
+        plan = make_plan(model.graph, model.weights, files.tensors, backends, Placement.on(device), LIMITS, fallback=fallback)
+        executor = Executor(plan, model.weights, files.tensors, backends)
+        try:
+            steps = [(0, 8), (8, 9), (9, 10), (10, 11)]
+            return plan, np.concatenate([executor.run(replace(batch(ids[a:b], a), state_slot=np.zeros(1, np.int32))).logits.copy() for a, b in steps])
+        finally:
+            executor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "leaves"),
+    [
+        ("mixtral", "moe", set()),
+        ("mixtral", "route_topk", {"route_topk"}),
+        ("deepseek_v3", "concat,moe", set()),
+        ("qwen3_next", "short_conv,moe", set()),
+        ("qwen3_next", "delta_rule", {"delta_rule"}),
+    ],
+)
+def test_a_device_without_extended_ops_runs_their_core_ops_or_leaves_them_to_another(name, without, leaves):
+    _, wanted = logits_of(name, {"ref": RefBackend()}, "error")
+    with FakeBackend(without=without) as fake:
+        plan, found = logits_of(name, {"fake": fake, "ref": RefBackend()}, "warn")
+        assert {left.op for left in plan.left} == leaves
+        assert not {n.op for n in plan.graph.nodes} & (set(without.split(",")) - leaves)
+        assert found.tobytes() == wanted.tobytes()
+    with FakeBackend(without=without) as fake:
+        if leaves:
+            with pytest.raises(UnsupportedError, match="would leave device 'fake'") as caught:
+                logits_of(name, {"fake": fake, "ref": RefBackend()}, "error")
+            assert f"opened without '{without}'" in caught.value.why
+        else:
+            assert logits_of(name, {"fake": fake}, "error")[1].tobytes() == wanted.tobytes()
+
+
+def test_every_op_can_be_left_out_or_inherited():
+    ops = [op for op in CATALOGUE if op != "sample"]  # which is the host's
+    with FakeBackend(inherit="all") as device:
+        answers = [device.supports(questions(op)) for op in ops]
+    assert {a.impl.partition(".")[0] for a in answers if isinstance(a, Yes)} == {"ref"}
+    assert [op for op, a in zip(ops, answers, strict=True) if isinstance(a, No)] == ["softcap"]  # core ops take its place everywhere
+    with FakeBackend(without=",".join(CATALOGUE)) as device:
+        assert {type(device.supports(questions(op))) for op in ops} == {No}
 
 
 def test_a_result_that_is_not_waited_for_is_poison(monkeypatch):
