@@ -370,6 +370,8 @@ def _refuse_sizes(q: OpQuery) -> str:
     for dtype, shape, strides in zip(q.dtypes, q.shapes, q.strides, strict=False):
         if dtype == "i32" and strides is not None and shape is not None and len(shape) == 1:
             return f"'{q.op}' takes a contiguous vector of i32, not one with a stride of {strides[0]}"
+        if q.op == "moe" and dtype == "i32" and strides is not None:
+            return f"'moe' takes contiguous ids, not rows with a stride of {strides[0]}"
     if q.op == "attention" and q.shapes and q.shapes[0] is not None:
         spec = q.specs[1] if len(q.specs) > 1 else None
         width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)), spec.value_dim if isinstance(spec, KVSpec) else 0)

@@ -47,7 +47,10 @@ def _most(q: OpQuery, index: int) -> int:
 
 
 def _refuse_sizes(q: OpQuery) -> str:
-    """Why heads or cache blocks of this size do not work; "" if they do."""
+    """Why ids with a stride, or heads or cache blocks of this size, do not work; "" if they do."""
+    for dtype, shape, strides in zip(q.dtypes, q.shapes, q.strides, strict=False):
+        if q.op != "embed" and dtype == "i32" and strides is not None and shape is not None and len(shape) == 1:
+            return f"'{q.op}' takes a contiguous vector of i32, not one with a stride of {strides[0]}"
     if q.op == "attention" and q.shapes and q.shapes[0] is not None:
         width = max(int(q.shapes[0][2]), int(q.attrs.get("value_dim", 0)))
         if width > MAX_HEAD:

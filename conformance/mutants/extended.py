@@ -318,6 +318,32 @@ def _first_column(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
         inputs[0] = backend.temporary(np.clip(ids, 0, inputs[1].shape[0] - 1), t)
 
 
+def _as_vector(at: int, low: int) -> Callable[..., None]:
+    """An index vector with a gap behind each entry is read as if there were none; what lies in the gaps counts as `low`."""
+
+    def change(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
+        t = inputs[at]
+        if t is not None and t.strides is not None:
+            inputs[at] = backend.temporary(np.maximum(backend.array(replace(t, strides=None)), low), t)
+
+    return change
+
+
+_STEPPED = (
+    # op, operand, its place, what, cases, rule, what lies in the gaps
+    ("embed", "vectors_of_ids", 0, "ids with a gap behind each are read as if they were dense", "embed/i32*f32/gap/*/ids_step*#exact", "exact", 0),
+    ("rope", "positions", 1, "positions with a gap behind each are read as if they were dense", "rope/f32/gap/*/positions_step2#bound", "bound", 0),
+    ("kv_write", "slots", 3, "slots with a gap behind each are read as if they were dense", "kv_write/f32/gap/*/slots_step3#exact", "exact", -1),
+    ("attention", "positions", 2, "positions with a gap behind each are read as if they were dense", "attention/f32/gap/*/positions_stepped#bound", "bound", 0),
+    ("attention", "lengths", 4, "lengths with a gap behind each are read as if they were dense", "attention/f32/gap/*/context_len_stepped#bound", "bound", 0),
+    ("attention", "tables", 5, "rows of the block table with a gap behind each are read as if they were dense", "attention/f32/gap/*/block_table_stepped#bound", "bound", 0),
+    ("attention", "prefixes", 8, "lengths of prefixes with a gap behind each are read as if they were dense", "attention/f32/gap/*/prefix_len_stepped#bound", "bound", 0),
+    ("moe", "ids", 1, "rows of ids with a gap behind each are read as if they were dense", "moe/f32*f32/gap/*/ids_stepped#bound", "bound", 0),
+    ("short_conv", "slots", 5, "slots with a gap behind each are read as if they were dense", "short_conv/f32/gap/*/state_slot_stepped#bound", "bound", 0),
+    ("delta_rule", "slots", 10, "slots with a gap behind each are read as if they were dense", "delta_rule/f32/gap/*/state_slot_stepped#bound", "bound", 0),
+)
+
+
 def mutants() -> Iterator[Mutant]:
     """All of this file."""
     plain: Callable[[Mapping[str, str]], Backend] = lambda options: MutantBase(None, options)  # noqa: E731
@@ -329,6 +355,8 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"weights.{name}", "quant", what, cases, "bound", lambda options, d=decode: _OwnBase(None, options, d), own)  # type: ignore[misc]
     for name, what, cases, breaker in _caches():
         yield Mutant(f"kv_write.{name}", "memory", what, cases, "bound", make("kv_write", breaker), plain)
+    for op, name, at, what, cases, rule, low in _STEPPED:
+        yield Mutant(f"{op}.step_of_{name}_ignored", "memory", what, cases, rule, make(op, pre(_as_vector(at, low))), plain)
     lacking: Callable[[Mapping[str, str]], Backend] = lambda options: _NoExperts(None, options)  # noqa: E731
     yield Mutant("embed.step_of_ids_ignored", "experts", "ids that are a column are read as a vector", "moe/f32*f32/row/any/decomposed#bound", "bound", make("embed", pre(_first_column), _NoExperts), lacking)
     yield Mutant("attention.cache_undeclared", "attention", "an int8 cache that is not declared", "kv_write/int8/*#bound", "honest", lambda options: _Undeclared(None, options), plain)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ..bounds import Expected, round_to
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
-from .common import bind, expect, same_bits, size_bin
+from .common import bind, expect, or_refused, same_bits, size_bin
 
 __all__ = ["Paged", "Setup", "cases", "paged"]
 
@@ -98,9 +98,9 @@ class Paged:
         values = In(self.values[s][tokens], "f32", "T") if self.setup.dv else None
         return self.kv_write(self.keys[s][tokens], values, slots)
 
-    def kv_write(self, keys: np.ndarray, values: In | None, slots: np.ndarray) -> Ran:
+    def kv_write(self, keys: np.ndarray, values: In | None, slots: np.ndarray, index_gap: int = 0) -> Ran:
         """The op, with the cache's zones checked."""
-        ran = self.bench.run("kv_write", [self.cache, In(keys, "f32", "T"), values, In(slots, "i32", "T")], [], {}, self.sizes())
+        ran = self.bench.run("kv_write", [self.cache, In(keys, "f32", "T"), values, In(slots, "i32", "T", index_gap)], [], {}, self.sizes())
         assert self.cache.region is not None
         self.bench.check_zones(self.cache.region, "the cache", "kv_write")
         return ran
@@ -109,8 +109,8 @@ class Paged:
         """Largest values of the symbols."""
         return {"ctx": max([*self.setup.lengths, 1]), "S": len(self.setup.lengths), "B": self.width}
 
-    def attend(self, queries: Sequence[np.ndarray], positions: Sequence[np.ndarray], gap: int = 0, **changed: Any) -> Ran:
-        """attention of queries per sequence [n, H, Dk] at positions per sequence."""
+    def attend(self, queries: Sequence[np.ndarray], positions: Sequence[np.ndarray], gap: int = 0, stepped: int | None = None, **changed: Any) -> Ran:
+        """attention of queries per sequence [n, H, Dk] at positions per sequence. stepped: which input has a gap behind each entry."""
         setup = self.setup
         attrs = {"scale": 1 / np.sqrt(setup.dk), **setup.attrs, **changed}
         rows = [len(q) for q in queries]
@@ -122,6 +122,8 @@ class Paged:
             In(starts, "i32", "S+1"), In(lengths, "i32", "S"), In(self.table, "i32", "S"), In(self.sinks()) if setup.sinks else None,
             In(self.slopes()) if setup.slopes else None, In(np.array(setup.prefix, np.int32), "i32", "S") if setup.prefix else None,
         ]  # fmt: skip
+        if stepped is not None:
+            inputs[stepped] = replace(cast(In, inputs[stepped]), gap=3)
         assert self.cache.region is not None
         before = self.bench.fetch(self.cache.region)
         ran = self.bench.run("attention", inputs, [((int(starts[-1]), setup.heads, dv), "f32")], attrs, self.sizes())
@@ -170,6 +172,28 @@ def _attention(case_id: str, session: Session, numbers: Numbers, setup: Setup, g
         queries, where = _queries(setup, numbers)
         ran = kit.attend(queries, where, gap)
         return expect(session, case_id, ran, [kit.expected(queries, where, ran)])
+
+
+def _stepped(case_id: str, session: Session, numbers: Numbers, which: int | None) -> Outcome:
+    """An index vector with a gap behind each entry, as a column of a matrix has one."""
+    setup = Setup((40, 17, 65), (3, 1, 2), at=((37, 38, 39), (16,), (10, 64)), attrs={"mask": "prefix"}, prefix=(11, 0, 64))
+    with paged(session, setup, numbers) as kit:
+        queries, where = _queries(setup, numbers)
+        ran = kit.attend(queries, where, stepped=which)
+        return expect(session, case_id, ran, [kit.expected(queries, where, ran)])
+
+
+def _slots_stepped(case_id: str, session: Session, numbers: Numbers, index_gap: int) -> Outcome:
+    """Values that were written by slots with a gap behind each, read alone: to the bit."""
+    setup = Setup((33,), (33,))
+    with paged(session, setup, numbers) as kit:
+        kit.keys[0], kit.values[0] = numbers.normal(*kit.keys[0].shape), numbers.normal(*kit.values[0].shape)
+        order = numbers.permutation(33)
+        slots = (kit.table[0, order // setup.block] * setup.block + order % setup.block).astype(np.int32)
+        kit.kv_write(kit.keys[0][order], In(kit.values[0][order], "f32", "T"), slots, index_gap)
+        ran = kit.attend([numbers.normal(33, setup.heads, setup.dk)], [np.arange(33, dtype=np.int32)], window=1)
+        values = round_to(kit.values[0], ran.yes.weight).repeat(setup.heads // setup.kv_heads, axis=1)
+        return expect(session, case_id, ran, [Expected(values, np.zeros(values.shape), exact=True)])
 
 
 def _needle(case_id: str, session: Session, numbers: Numbers, length: int, block: int) -> Outcome:
@@ -303,6 +327,11 @@ def cases() -> Iterator[Case]:
             setup = Setup((block + 1, 5, 0), (block + 1, 5, 0), 2 * heads, heads, dk, dv, block)
             case_id = f"kv_write/f32/row/k{heads}-d{dk}_{dv}-b{block}/{order}#exact"
             yield Case(case_id, "kv_write", "attention", bind(_read_back, case_id, setup, order), required=True, quick=heads == 2)
+    for name, which in (("positions", 2), ("query_start", 3), ("context_len", 4), ("block_table", 5), ("prefix_len", 8)):
+        case_id = f"attention/f32/gap/l40_17_65/{name}_stepped#bound"
+        yield Case(case_id, "attention", "attention", or_refused(bind(_stepped, case_id, which), bind(_stepped, case_id, None)), required=True, quick=True)
+    case_id = "kv_write/f32/gap/l33/slots_step3#exact"
+    yield Case(case_id, "kv_write", "attention", or_refused(bind(_slots_stepped, case_id, 2), bind(_slots_stepped, case_id, 0)), required=True, quick=True)
     for name, property_check, quick in (("blocks_permuted", _blocks_permuted, True), ("heads_permuted", _heads_permuted, False)):
         case_id = f"attention/f32/row/any/{name}#prop"
         yield Case(case_id, "attention", "attention", bind(property_check, case_id), required=True, quick=quick)

@@ -9,12 +9,12 @@ import numpy as np
 
 from ..bench import Ran
 from ..bounds import Expected
-from ..case import Failure, Outcome
+from ..case import Failure, NotApplicable, Outcome
 from ..judge import judge
 from ..numbers import Numbers
 from ..session import Session
 
-__all__ = ["bind", "expect", "same_bits", "size_bin", "tolerance"]
+__all__ = ["bind", "expect", "or_refused", "same_bits", "size_bin", "tolerance"]
 
 
 def bind(check: Callable[..., Outcome], case_id: str, *args: Any, **kwargs: Any) -> Callable[[Session, Numbers], Outcome]:
@@ -22,6 +22,20 @@ def bind(check: Callable[..., Outcome], case_id: str, *args: Any, **kwargs: Any)
 
     def run(session: Session, numbers: Numbers) -> Outcome:
         return check(case_id, session, numbers, *args, **kwargs)
+
+    return run
+
+
+def or_refused(strided: Callable[[Session, Numbers], Outcome], dense: Callable[[Session, Numbers], Outcome]) -> Callable[[Session, Numbers], Outcome]:
+    """A case of operands with a stride, which a backend may refuse when it is asked: then it must be right without the stride, and only then
+    the case does not apply."""
+
+    def run(session: Session, numbers: Numbers) -> Outcome:
+        try:
+            return strided(session, numbers)
+        except NotApplicable as reason:
+            outcome = dense(session, numbers)
+            return Outcome(outcome.margin, outcome.nmse, outcome.index, outcome.impl, outcome.native, {**outcome.facts, "refused": str(reason)})
 
     return run
 

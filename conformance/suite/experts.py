@@ -16,7 +16,7 @@ from ..bench import In, Operand, Weight
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
-from .common import bind, expect
+from .common import bind, expect, or_refused
 from .linear import minimum_of, weight_of
 
 __all__ = ["ALONE", "MoeData", "cases", "moe_data"]
@@ -134,6 +134,7 @@ def moe_data(
 def _moe(
     case_id: str, session: Session, numbers: Numbers, format: str, rows: int, experts: int, k: int, hidden: int, inner: int, kind: str,
     gated: bool = True, bias: bool = False, gap: int = 0, special: bool = False, alone: int = 0,
+    index_gap: int = 0,
 ) -> Outcome:  # fmt: skip
     """alone: so many rows instead, each in a call of its own. Where activations are rounded, values of the hidden row may lie at the edge of two codes, and
     with them the whole of a row may say little; one of several says enough (tests/conformance/test_power.py)."""
@@ -141,7 +142,7 @@ def _moe(
     results = []
     for at in range(0, len(data.x), rows) if alone else (0,):
         part = slice(at, at + rows)
-        inputs: list[Operand] = [In(data.x[part], "f32", "T", gap), In(data.ids[part], "i32", "T"), In(data.weights[part], "f32", "T", gap), *data.stacks]
+        inputs: list[Operand] = [In(data.x[part], "f32", "T", gap), In(data.ids[part], "i32", "T", index_gap), In(data.weights[part], "f32", "T", gap), *data.stacks]
         inputs += [None if b is None else In(b, gap=gap) for b in data.biases]
         ran = session.bench.run("moe", inputs, [((rows, hidden), "f32")], {"kind": kind})
         results.append(ran.outs[0])
@@ -211,6 +212,9 @@ def cases() -> Iterator[Case]:
         if format in ("bf16", "q8_0", "q4_0"):
             case_id = f"moe/f32*{format}/row/t2-e3-k1-c64-f14336/deep#bound"
             yield Case(case_id, "moe", "experts", bind(_moe, case_id, format, 2, 3, 1, 64, 14336, "silu"), bin=f"moe|{format}|silu|any")
+    case_id = "moe/f32*f32/gap/t5-e4-k2-c32-f32/ids_stepped#bound"
+    stepped, dense = (bind(_moe, case_id, "f32", 5, 4, 2, 32, 32, "silu", index_gap=step) for step in (3, 0))
+    yield Case(case_id, "moe", "experts", or_refused(stepped, dense), quick=True)
     for bad in (4, -1):
         case_id = f"moe/f32*f32/row/t2-e4-k2-c32-f32/expert{bad}#error"
         yield Case(case_id, "moe", "experts", bind(_no_expert, case_id, bad))

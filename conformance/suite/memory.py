@@ -11,7 +11,7 @@ from ..bench import In, Weight
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
-from .common import bind, expect
+from .common import bind, expect, or_refused
 from .linear import weight_of
 
 __all__ = ["cases"]
@@ -22,11 +22,11 @@ REAL = {32: ("f32", "f16", "bf16", "q8_0", "q4_0"), 64: ("int4g64", "int8g64"), 
 """Width -> formats in which tables of real vocabularies are kept."""
 
 
-def _embed(case_id: str, session: Session, numbers: Numbers, format: str, rows: int, width: int, count: int) -> Outcome:
+def _embed(case_id: str, session: Session, numbers: Numbers, format: str, rows: int, width: int, count: int, gap: int = 0) -> Outcome:
     table = weight_of(numbers, format, (rows, width))
     edges = [i for edge in EDGES if edge + 1 < rows for i in (edge - 1, edge, edge + 1)]
     ids = np.array([0, rows - 1, *edges, *numbers.integers(max(count - 2 - len(edges), 0), 0, rows)][:count], np.int32)
-    ran = session.bench.run("embed", [In(ids, "i32", "T"), table], [((count, width), "f32")])
+    ran = session.bench.run("embed", [In(ids, "i32", "T", gap), table], [((count, width), "f32")])
     if ran.kept[1] != format:
         raise NotApplicable(f"{format} tables are decoded to {ran.kept[1]} before this backend sees them")
     plain = format in blocks.PLAIN_BYTES
@@ -64,6 +64,9 @@ def cases() -> Iterator[Case]:
                 case_id = f"embed/i32*{format}/row/v{rows}-c{width}-n{count}/real#exact"
                 must = format == "f32" and count <= 1100
                 yield Case(case_id, "embed", "memory", bind(_embed, case_id, format, rows, width, count), required=must, quick=must)
+    for gap, count in ((1, 9), (7, 70), (3, 1)):
+        case_id = f"embed/i32*f32/gap/v33-c32-n{count}/ids_step{gap + 1}#exact"
+        yield Case(case_id, "embed", "memory", or_refused(bind(_embed, case_id, "f32", 33, 32, count, gap), bind(_embed, case_id, "f32", 33, 32, count)), required=True, quick=gap == 1)
     for bad in (9, -1, 2**31 - 1):
         case_id = f"embed/i32*f32/row/v9-c8-n3/id{bad}#error"
         yield Case(case_id, "embed", "memory", bind(_outside, case_id, bad), required=True, quick=bad == 9)

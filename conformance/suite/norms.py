@@ -12,7 +12,7 @@ from ..bounds import TINY, Expected
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
-from .common import bind, expect, size_bin
+from .common import bind, expect, or_refused, size_bin
 
 __all__ = ["cases"]
 
@@ -69,12 +69,12 @@ def _shifted(case_id: str, session: Session, numbers: Numbers) -> Outcome:
 
 
 def _rope(
-    case_id: str, session: Session, numbers: Numbers, shape: tuple[int, int, int], r: int, style: str, factor: float, positions: tuple[int, ...], gap: int,
+    case_id: str, session: Session, numbers: Numbers, shape: tuple[int, int, int], r: int, style: str, factor: float, positions: tuple[int, ...], gap: int, index_gap: int = 0,
 ) -> Outcome:  # fmt: skip
     x = numbers.normal(*shape)
     where = np.array([positions[i % len(positions)] for i in range(shape[0])], np.int32)
     inv_freq = (10000.0 ** (-np.arange(r) / max(r, 1))).astype(np.float32)
-    ran = session.bench.run("rope", [In(x, "f32", "T", gap), In(where, "i32", "T"), In(inv_freq)], [(shape, "f32")], {"style": style, "factor": factor})
+    ran = session.bench.run("rope", [In(x, "f32", "T", gap), In(where, "i32", "T", index_gap), In(inv_freq)], [(shape, "f32")], {"style": style, "factor": factor})
     return expect(session, case_id, ran, [bounds.rope(x, where, inv_freq, style, factor, ran.numerics)])
 
 
@@ -146,6 +146,9 @@ def cases() -> Iterator[Case]:
         case_id = f"rope/f32/row/t{t}-h2-d8-r4/{style}.real#bound"
         where = tuple((i * 104729 + 131071) % 262144 for i in range(t))
         yield Case(case_id, "rope", "rope", bind(_rope, case_id, (t, 2, 8), 4, style, 1.0, where, 0), required=must, quick=style == "half" and must, bin=f"rope|f32|{style}|p131072")
+    case_id = "rope/f32/gap/t5-h2-d8-r4/positions_step2#bound"
+    stepped, dense = (bind(_rope, case_id, (5, 2, 8), 4, "half", 1.0, (3, 70, 1, 9, 4000), 0, step) for step in (1, 0))
+    yield Case(case_id, "rope", "rope", or_refused(stepped, dense), required=True, quick=True)
     yield Case("rope/f32/row/t1-h1-d32-r16/distance#prop", "rope", "rope", bind(_turning, "rope/distance"), required=True, quick=True)
     for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0), (1100, 33, 30.0), (2, 262144, 30.0)):
         case_id = f"softcap/f32/row/m{rows}-n{width}/cap{cap:g}#bound"

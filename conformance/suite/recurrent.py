@@ -21,7 +21,7 @@ from ..bounds import Expected
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
 from ..session import Session
-from .common import bind, expect, same_bits
+from .common import bind, expect, or_refused, same_bits
 
 __all__ = ["cases", "digests"]
 
@@ -90,15 +90,16 @@ class _Device:
         assert self.state.region is not None
         self.state.region.buffer.close()
 
-    def run(self, pieces: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Rows [start, stop) of sequences, (sequence, start, stop) each; their results. Raises Failure if a slot of nobody changes."""
+    def run(self, pieces: Sequence[tuple[int, int, int]], stepped: int | None = None) -> list[np.ndarray]:
+        """Rows [start, stop) of sequences, (sequence, start, stop) each; their results. Raises Failure if a slot of nobody changes.
+        stepped: which of positions, starts and slots has a gap behind each entry."""
         kit, f32 = self.kit, np.float32
         parts = [np.concatenate([kit.rows[s][i][a:b] for s, a, b in pieces]).astype(f32) for i in range(len(kit.rows[0]))]
         where = np.concatenate([np.arange(a, b) for _, a, b in pieces]).astype(np.int32)
         starts = np.cumsum([0, *(b - a for _, a, b in pieces)]).astype(np.int32)
         slots = np.array([self.slots[s] for s, _, _ in pieces], np.int32)
         inputs: list[Operand] = [self.state, *(In(p, "f32", "T", kit.gap) for p in parts), *(In(p) for p in kit.shared)]
-        inputs += [In(where, "i32", "T"), In(starts, "i32", "S+1"), In(slots, "i32", "S")]
+        inputs += [In(v, "i32", lead, 2 * (stepped == i)) for i, (v, lead) in enumerate(((where, "T"), (starts, "S+1"), (slots, "S")))]
         assert self.state.region is not None
         before = self._slots()
         self.ran = self.bench.run(kit.op, inputs, [((len(where), *kit.result), "f32")], kit.attrs, {"S": len(pieces)})
@@ -125,6 +126,22 @@ def _oracle(case_id: str, session: Session, numbers: Numbers, make: Callable[[Nu
         if last:
             ends = device.run([(s, kit.length(s) - 1, kit.length(s)) for s in range(len(kit.rows))])
             found = [np.concatenate(pair) for pair in zip(found, ends, strict=True)]
+    finally:
+        device.close()
+    assert device.ran is not None
+    wanted = [kit.judge(s) for s in range(len(kit.rows))]
+    device.ran.outs = [np.concatenate(found)]
+    return expect(session, case_id, device.ran, [Expected(np.concatenate([w.y for w in wanted]), np.concatenate([w.bound for w in wanted]))])
+
+
+def _stepped(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers], Kit], which: int | None) -> Outcome:
+    """An index vector with a gap behind each entry, in a step of one row for each sequence that reads what the step before has kept."""
+    kit = make(numbers)
+    device, ends = _Device(session.bench, kit, (3, 0, 4)), [kit.length(s) - 1 for s in range(len(kit.rows))]
+    try:
+        before = device.run([(s, 0, end) for s, end in enumerate(ends)])
+        after = device.run([(s, end, end + 1) for s, end in enumerate(ends)], which)
+        found = [np.concatenate(pair) for pair in zip(before, after, strict=True)]
     finally:
         device.close()
     assert device.ran is not None
@@ -211,6 +228,10 @@ def cases() -> Iterator[Case]:
             case_id = f"{op}/f32/row/l{size}-{shape}/{name}.real#bound"
             group = "normal" if op == "short_conv" else "forgets"
             yield Case(case_id, op, "recurrent", bind(_oracle, case_id, make, slots, count), quick=name == "slots" or op == "short_conv", bin=f"{op}|f32|{group}|any")
+    for op, make in (("short_conv", _bound(_conv, (4, 2, 3), 24, 4)), ("delta_rule", _bound(_delta, (4, 2, 3), 1, 2, 8, 8))):
+        for which, name in enumerate(("positions", "query_start", "state_slot")):
+            case_id = f"{op}/f32/gap/l4_2_3/{name}_stepped#bound"
+            yield Case(case_id, op, "recurrent", or_refused(bind(_stepped, case_id, make, which), bind(_stepped, case_id, make, None)), quick=True)
     for op, make in (("short_conv", _bound(_conv, (17, 4, 3), 24, 4)), ("delta_rule", _bound(_delta, (17, 4, 3), 2, 4, 16, 8))):
         case_id = f"{op}/f32/row/l17_4_3/pieces#d2"
         yield Case(case_id, op, "recurrent", bind(_pieces, case_id, make), "silver", quick=True)
