@@ -3,36 +3,22 @@ than `backends/ref`. A bound is right if kernels that share nothing need little 
 
 `Blas` multiplies by BLAS, whose order of sums is the library's; takes exponentials to base 2; runs attention online, block by block; and sums
 experts one after the other over all rows. `Groups` rounds activations to int8 in groups of 32 and sums group by group, as kernels with integer
-products do; all else of it is `Blas`, so the two count as one. Neither promises what an engine needs (a row's bits depend on the number of rows): nothing but `calibrate` opens them.
+products do; all else of it is `Blas`, so the two count as one. `Lanes` (lanes.py) has products and experts once more. None promises what an engine needs (a row's
+bits may depend on the number of rows): nothing but `calibrate` opens them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from fastllm.api import (
-    FORMATS,
-    Backend,
-    Buffer,
-    HostTensor,
-    KVSpec,
-    No,
-    OpFn,
-    OpQuery,
-    PackedLayout,
-    RefBackend,
-    SlotSpec,
-    Stream,
-    Tensor,
-    Yes,
-)
+from fastllm.api import Backend, KVSpec, No, OpQuery, SlotSpec, Stream, Tensor, Yes
 
 from . import blocks
+from .lanes import Lanes
+from .own_kernels import OwnKernels
 
 __all__ = ["KERNELS"]
 
@@ -40,67 +26,14 @@ Array = np.ndarray
 F32 = np.float32
 GROUP = 32
 LOG2E = F32(1 / math.log(2))
-WITH_WEIGHTS = ("linear", "matmul", "moe", "embed")
 
 
-class Blas(RefBackend):
-    """Memory of `ref`; weights of every format, decoded to f32 when they are packed; ops of its own."""
+class Blas(OwnKernels):
+    """Every op of the catalogue; products by BLAS."""
 
     name = "blas"
-    act: str | None = None
 
-    def supports(self, q: OpQuery) -> Yes | No:
-        """As `ref`, and weights of every format."""
-        if q.op in WITH_WEIGHTS:
-            q = replace(q, dtypes=tuple("f32" if d in FORMATS else d for d in q.dtypes))
-        answer = super().supports(q)
-        if isinstance(answer, No):
-            return answer
-        own = f"{self.name}.{q.op}"
-        act = self.act if q.op in ("linear", "moe") else None
-        return replace(answer, impl=own if own in self.ops() else answer.impl, act=act)
-
-    def ops(self) -> Mapping[str, OpFn]:
-        """`NAME.op` for what is computed here; embed, add and mul, which leave no choice, are inherited."""
-        own = {name.removeprefix("_own_"): getattr(self, name) for name in dir(self) if name.startswith("_own_")}
-        return {**super().ops(), **{f"{self.name}.{op}": self._wrapped(fn) for op, fn in own.items()}}
-
-    def _wrapped(self, fn: Callable[..., Any]) -> OpFn:
-        def run(*operands: Tensor | None, out: Any, stream: Stream, ws: Any, **attrs: Any) -> None:
-            with np.errstate(all="ignore"):
-                arrays = [t if t is None or t.dtype in ("kv", "slot") else self.read(t, stream) for t in operands]
-                results = fn(*arrays, **attrs)
-                if results is None:  # kv_write
-                    return
-                for t, values in zip(out if isinstance(out, tuple) else (out,), results if isinstance(results, tuple) else (results,), strict=True):
-                    self.write(t, values, stream)
-
-        return run
-
-    # weights --------------------------------------------------------------------------------------------------------
-
-    def pack_layout(self, shape: Sequence[int], format: str, uses: frozenset[str]) -> PackedLayout | None:
-        """f32, whatever the format."""
-        if format == "f32" or not (format in blocks.PLAIN_BYTES or format in blocks.BLOCK_BYTES):
-            return None
-        return PackedLayout("blas.f32", 1, format, (int(shape[0]), int(shape[1])), 4 * int(shape[0]) * int(shape[1]))
-
-    def pack_weight(self, weight: HostTensor, layout: PackedLayout, dst: Buffer, offset: int) -> None:
-        """Decodes into the buffer, by the suite's own decoder."""
-        values = blocks.decode(weight.format, np.asarray(weight.data), math.prod(weight.shape)).astype(F32)
-        self.upload(dst, offset, memoryview(values.view(np.uint8)), Stream())
-
-    def read(self, t: Tensor, stream: Stream) -> Array:
-        """A packed weight reads as f32; the matrices of a stack begin at multiples of the alignment."""
-        if t.packed is None:
-            return super().read(t, stream)
-        if len(t.shape) == 2:
-            return super().read(Tensor(t.buffer, t.offset, t.shape, "f32"), stream)
-        step = -(-t.packed.nbytes // self.limits.alignment) * self.limits.alignment
-        parts = [super(Blas, self).read(Tensor(t.buffer, t.offset + i * step, t.shape[1:], "f32"), stream) for i in range(t.shape[0])]
-        return np.stack(parts) if parts else np.zeros(t.shape, F32)
-
-    # products -------------------------------------------------------------------------------------------------------
+    # products ---------------------------------------------------------------------------------------------------------
 
     def product(self, x: Array, w: Array) -> Array:
         """x [n, K] · w [N, K]ᵀ -> [n, N]."""
@@ -395,5 +328,5 @@ def _seen(keys: Array, position: int, mask: str, chunk: int, window: int, prefix
     return seen & (position - keys < window) if window else seen
 
 
-KERNELS: dict[str, Callable[[], Backend]] = {"blas": Blas, "groups": Groups}
+KERNELS: dict[str, Callable[[], Backend]] = {"blas": Blas, "groups": Groups, "lanes": Lanes}
 """Name -> what opens it."""

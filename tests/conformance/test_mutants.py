@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fastllm.conformance
-from fastllm.api import FORMATS, UsageError
+from fastllm.api import UsageError
 from fastllm.cli.main import run_command
 from fastllm.conformance.calibrate import FOLDER, calibrate, named_target
 from fastllm.conformance.kernels import KERNELS
@@ -90,7 +90,7 @@ def test_honest_kernels_of_three_kinds_stay_below_three_quarters_of_every_bound_
     assert set(files) == {"ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "opencl_generic", *KERNELS}
     for name, bins in files.items():
         assert {b: e["margin"] for b, e in bins.items() if e["margin"] > 0.75} == {}, name
-    for name in ("ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "blas"):
+    for name in ("ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "blas", "lanes"):
         experts = {b: e["margin"] for b, e in files[name].items() if b.startswith("moe|f32|")}
         assert experts, name
         assert min(experts.values()) > 0, f"{name}: the slack of moe hides every error"
@@ -100,8 +100,7 @@ def test_honest_kernels_of_three_kinds_stay_below_three_quarters_of_every_bound_
             kinds.setdefault(b, set()).add({"groups": "blas"}.get(name, name.partition("-")[0]))
     cases = [c for c in all_cases().values() if c.bin]
     few = {c.bin: sorted(kinds.get(c.bin, ())) for c in cases if len(kinds.get(c.bin, ())) < 3}
-    coded = {b for b in kinds if b.startswith("moe|") and not FORMATS[b.split("|")[1]].plain}  # ref takes f32, and OpenCL has no moe
-    assert few == {b: ["blas", "cpu_avx"] for b in coded}, "too few independent kernels: fastllm conformance calibrate --out conformance/calibration"
+    assert few == {}, "too few independent kernels: fastllm conformance calibrate --out conformance/calibration"
     assert set(kinds) == {c.bin for c in cases}, "bins of cases that are no more"
     judged_by_bounds = {c.op for c in all_cases().values() if c.rule == "bound"}
     assert judged_by_bounds == {c.op for c in cases}
