@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -25,6 +26,12 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
+AMX_IN_EMULATION = (
+    "Its instructions were only ever emulated, in plain C, by tests: `tests/backends/test_cpu_linear.py` compares every format with the specification, to the bit; "
+    "`tests/backends/test_cpu_tiles.py` looks at rows that share a tile, at the bits of avx512, at the self-test that such a processor runs at the first use, and at the instructions in the object code; "
+    "`tests/conformance/test_native_mutants.py` runs cases of this suite, and two faults that they catch."
+)
+"""What stands for a report of the variant amx."""
 PART = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -476,16 +483,38 @@ def conformance_reports() -> str:
         text = table(["backend", "options", "level", "native", "", "cases", "took", "date", "sources"], rows)
     else:
         text = f"No result of suite {SUITE_VERSION} is published: run `make conformance`.\n"
+    text += _without_a_report(rows)
     if pages:
         lines = [f"- [{name}](conformance/{name}/conformance.md): {_suite_of(page)}" for name, page in pages.items()]
         text += "\nPages of earlier runs, which say nothing about the sources of today:\n\n" + "\n".join(lines) + "\n"
     return text
 
 
+def _without_a_report(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each variant of `cpu_avx` of which no run is published, and what stands for it."""
+    from fastllm.backends.cpu_avx import isa
+
+    missing = [v for v in isa.variants() if f"isa={v}" not in {row[1] for row in rows if "cpu_avx" in row[0]}]
+    told = {"amx": f"on such a processor it has never run. {AMX_IN_EMULATION}"}
+    return "".join(f"\nNo report of `cpu_avx` with isa={v}: {told.get(v, 'run `make conformance` on a processor that has it.')}\n" for v in missing)
+
+
 def _suite_of(page: str) -> str:
     """`suite 1, interface 0.1, 2026-01-01`, of a report's page."""
     found = re.search(r"^- (suite [^,]+, interface [^,]+), .*?(\d{4}-\d\d-\d\d)", page, re.MULTILINE)
     return f"{found[1]}, {found[2]}" if found else "of an unknown suite"
+
+
+def native_faults() -> str:
+    """The faults that a test plants into the C of `cpu_avx`, and in which variants."""
+    spec = importlib.util.spec_from_file_location("native_faults", ROOT / "tests" / "conformance" / "native_faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    rows = [(f"`{f.name}`", f.what, ", ".join(f.variants), f"`{f.file}`", ", ".join(f"`{case}`" for case in f.cases)) for f in module.FAULTS]
+    return table(["fault", "what", "variants", "file", "caught by"], rows)
 
 
 def calibration() -> str:
@@ -547,6 +576,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "programs": _fields("StepDims", "CompileEnv"),
     "backend-list": backend_list,
     "kills": kills,
+    "native-faults": native_faults,
     "calibration": calibration,
     "conformance-reports": conformance_reports,
     **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds")},
