@@ -88,7 +88,7 @@ def run(suite: Suite, model: Path, python: Path, expression: str, bounded: bool,
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OPENAI", "ANTHROPIC", "LLAMA", "FASTLLM"))}
         more = {"FASTLLM_EXTERNAL": str(excluded), "FASTLLM_EXTERNAL_REPORT": str(report), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "external_plugin", "-o", "addopts=", "-o", "filterwarnings=default"]
-        command += ["--tb=short" if verbose else "--tb=no", "--show-capture=no", "-rN", f"--timeout={CASE_S}", *suite.options, *suite.files]
+        command += ["--tb=short" if verbose else "--tb=no", "--show-capture=no", "-rN", f"--timeout={CASE_S}", *suite.files]
         expression = expression or (suite.bounded if bounded else "")
         command += ["-k", expression] if expression else []
         start = time.monotonic()

@@ -59,7 +59,7 @@ class Suite:
     package, version: of the source distribution. members: folders of it that are unpacked. root: where pytest runs, inside of it. files:
     what is run, relative to root; other files of the suite are about routes that no server but the vendor's has, and the list of exclusions
     says so. bounded: what `--bounded` runs of it, a `-k` expression; "" is all.
-    options: of pytest. server: of `fastllm server`.
+    server: options of `fastllm server`.
     """
 
     name: str
@@ -69,7 +69,6 @@ class Suite:
     root: str
     files: tuple[str, ...]
     bounded: str = ""
-    options: tuple[str, ...] = ()
     server: tuple[str, ...] = ()
 
 
@@ -120,7 +119,6 @@ SUITES = {
             f"{LLAMA}/tools/server/tests",
             ("unit",),
             bounded="test_completion.py or test_compat or test_tokenize or test_security or test_chat_completion.py",
-            options=("-m", "not slow"),
         ),
     )
 }
