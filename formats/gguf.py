@@ -99,6 +99,11 @@ class GGUFFile:
         for file in self.files:
             file.check_unchanged()
 
+    def drop_pages(self) -> None:
+        """What was read through the maps leaves this process's memory, and stays in the page cache."""
+        for file in self.files:
+            file.drop_pages()
+
     def close(self) -> None:
         """Releases the maps. Views that are still in use keep theirs."""
         self.tensors, self.metadata = {}, {}

@@ -93,6 +93,7 @@ class ModelFiles:
             self.tokenizer = replace(self.tokenizer, gguf={}, data=None)
         if isinstance(self.source, GGUFFile):
             self.source.metadata = {k: v for k, v in self.source.metadata.items() if not k.startswith("tokenizer.")}
+            self.source.drop_pages()
         elif isinstance(self.source, FlmFile):
             self.source.files.clear()
 

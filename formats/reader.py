@@ -129,6 +129,11 @@ class MappedFile:
         """All of it, for slices that are copies."""
         return self._map
 
+    def drop_pages(self) -> None:
+        """What was read leaves this process's memory; it comes back from the page cache when it is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def head(self, count: int = 512) -> bytes:
         """The first bytes, for `describe_content`."""
         return bytes(self.content[:count])

@@ -12,6 +12,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
@@ -19,6 +20,7 @@ import tokenizers
 from fastllm.core.errors import InvalidRequest
 
 from .huggingface import read_tokenizer_json
+from .pieces import Pieces
 from .vocabulary import Added, Vocabulary, guarded, read_gguf_vocabulary, read_sentencepiece_vocabulary
 
 __all__ = ["Tokenizer"]
@@ -43,12 +45,11 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary):
         """Wrap a checked vocabulary; use the `from_…` constructors."""
-        self._vocabulary = vocabulary
+        self._pieces = Pieces(vocabulary.pieces)
+        self._vocabulary = vocabulary = replace(vocabulary, pieces=self._pieces)
         self._library = vocabulary.library
         self._tail: tokenizers.Tokenizer | None = None
         self._continued: tokenizers.Tokenizer | None = None
-        self._pieces = vocabulary.pieces
-        self._ids: dict[str, int] | None = None  # of every piece; made when somebody asks
         self._bytes: dict[int, bytes] = {}
         self._set_added(vocabulary.added)
         self.vocab_size = len(vocabulary.pieces)
@@ -304,9 +305,7 @@ class Tokenizer:
 
     def piece_to_id(self, piece: str) -> int | None:
         """The id of a vocabulary entry, or None."""
-        if self._ids is None:
-            self._ids = {piece: index for index, piece in enumerate(self._pieces)}
-        return self._ids.get(piece)
+        return self._pieces.number(piece)
 
 
 def _check_unicode(text: str) -> None:

@@ -71,7 +71,7 @@ class Vocabulary:
     start the prompt, where that differs. continued: the same for text in the middle of other text, where that differs from `tail`.
     """
 
-    pieces: list[str]
+    pieces: Sequence[str]
     library: tokenizers.Tokenizer
     byte_level: bool
     added: list[Added]

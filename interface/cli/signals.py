@@ -58,7 +58,7 @@ def leave_at_once() -> None:
 
 def unwind() -> None:
     """Signals become exceptions in the main thread. One that is lost in a destructor comes again a moment later, by the alarm clock:
-    raised inside of the hook it would be lost in the hook."""
+    raised inside of the hook it would be lost in the hook. What a destructor says of an object that a signal left half made is not told."""
     _set(signal.SIGINT, _interrupt)
     _set(signal.SIGTERM, _terminate)
     _set(signal.SIGHUP, _terminate)
@@ -68,7 +68,7 @@ def unwind() -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):
             signal.signal(signal.SIGALRM, lambda number, frame: raise_seen())
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
-        else:
+        elif not _seen:
             earlier(lost)
 
     sys.unraisablehook = unraisable

@@ -7,6 +7,7 @@ import pickle
 import socket
 import struct
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,3 +213,25 @@ def test_names_are_escaped_and_cut_in_messages():
     assert shown("a\x1b[31m\n\u202e") == "'a\\x1b[31m\\n\\u202e'"
     assert shown("\ud800") == "'\\ud800'"
     assert len(shown("x" * 10_000)) < 100
+
+
+def test_pages_that_were_read_leave_memory_and_come_back(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(256)) * 4096)
+
+    def resident() -> int:
+        lines, ours = Path("/proc/self/smaps").read_text().splitlines(), False
+        for line in lines:
+            if "-" in line.split(" ", 1)[0]:
+                ours = line.endswith(str(path))
+            elif ours and line.startswith("Rss:"):
+                return int(line.split()[1])
+        raise AssertionError(path)
+
+    file = MappedFile(path)
+    assert int(file.data.sum()) == 4096 * sum(range(256))
+    assert resident() >= 1024
+    file.drop_pages()
+    assert resident() == 0
+    assert int(file.data.sum()) == 4096 * sum(range(256))
+    file.close()

@@ -212,6 +212,28 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_what_is_left_half_made_by_ctrl_c_says_nothing():
+    script = """
+import os, signal, sys
+from fastllm.cli import signals
+class Archive:
+    def __init__(self, ends):
+        if ends:
+            os.kill(os.getpid(), signal.SIGINT)
+        self.file = None
+    def __del__(self):
+        self.file.close()
+signals.unwind()
+Archive(False)
+try:
+    Archive(True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("AttributeError")) == (130, 1)  # of the one that was closed twice, and no signal had come
+
+
 def test_errors_after_ctrl_c_are_its_consequence(monkeypatch, capsys):
     import fastllm.cli.doctor
     from fastllm.cli import main, signals
