@@ -10,6 +10,7 @@ from typing import Any
 from fastllm.bench import number
 
 from . import results
+from .containers import CONTAINERS
 
 __all__ = ["PARTS"]
 
@@ -73,6 +74,22 @@ def peers() -> str:
         ours = f"{results.spread(r['ours'])}{f' ({mine})' if mine else ''}"
         lines.append((r["model"], results.cell_name(r), who, results.spread(r["value"]), ours, f"{r['ratio']['median']:.2f} ×"))
     return _table(("model", "cell", "engine", "its tokens/s", "fastllm's tokens/s", "fastllm / it"), lines)
+
+
+def containers() -> str:
+    """Our engine under quotas and masks with the threads that it chose, beside the best number set by hand. Without rows: what makes them."""
+    lines = []
+    for r in rows("containers"):
+        where, params = r["params"]["container"], {k: v for k, v in r["params"].items() if k != "container"}
+        cell = results.cell_name({**r, "params": params})
+        if r["value"] is None:
+            lines.append((r["model"], where, cell, "–", r["reason"].replace("|", "/"), "–", "–"))
+            continue
+        best = f"{number(r['limit'])} ({r['limit_of']})"
+        lines.append((r["model"], where, cell, str(r["options"]["threads"]), f"{results.spread(r['value'])} {r['unit']}", best, results.spread(r["ratio"], percent=True)))
+    if not lines:
+        return "No rows yet: `python -m benchmarks containers` (as root) makes them."
+    return _table(("model", "container", "cell", "threads it took", "measured", "best by hand", "share"), lines)
 
 
 def builds() -> str:
@@ -154,6 +171,13 @@ TARGETS = (
 )
 
 
+TARGETS += tuple(
+    Target(f"{cell} of {ONE} in a container with {kind.name.replace('affinity', 'an affinity')}, of the best hand-set threads", ("containers", ONE, cell, {"container": kind.name, **params}), 0.95)
+    for kind in CONTAINERS
+    for cell, params in (("prefill", {"tokens": 512}), ("decode", START))
+)
+
+
 def targets() -> str:
     """Each target with what was measured, and whether it is met."""
     everything = [r for path in sorted(RESULTS.glob("*.json")) for r in results.load(path)["rows"]]
@@ -183,10 +207,10 @@ def _find(everything: list[Row], wanted: tuple[str, str, str, dict[str, Any]], e
         if (r["suite"], r["model"], r["cell"], r["engine"]) != (suite, model, cell, engine) or not params.items() <= r["params"].items():
             continue
         mine = {k: v for k, v in r["options"].items() if k not in ("threads", "version", "build") and not k.startswith("ours.")}
-        if not mine and (suite == "peers" or r["options"].get("threads") != 1):
+        if not mine and (suite in ("peers", "containers") or r["options"].get("threads") != 1):
             return r
     return None
 
 
-PARTS = {f"performance.{f.__name__}": f for f in (machine, targets, limits, engine, peers, builds)}
+PARTS = {f"performance.{f.__name__}": f for f in (machine, targets, limits, engine, peers, builds, containers)}
 """Name of a generated part -> its text."""
