@@ -310,3 +310,17 @@ def test_the_document_is_made_of_the_committed_results():
     rows = [row for path in sorted(tables.RESULTS.glob("*.json")) for row in results.load(path)["rows"]]
     for suite in ("limits", "engine", "peers"):
         assert all(row["model"] in tables.PARTS[f"performance.{suite}"]() for row in rows if row["suite"] == suite)
+
+
+def test_containers_have_a_table_and_targets_of_their_rows(monkeypatch):
+    monkeypatch.setattr(tables, "rows", lambda suite: [])
+    assert "python -m benchmarks containers" in tables.containers()
+    measured = Row("decode", {"container": "1.5 cores by cpu.max", "context": 0}, "tok/s", Spread.of([30.0] * 3), 31.0, "1 thread by hand", Spread.of([0.97] * 3))
+    row = results.record("containers", tables.ONE, "fastllm", {"threads": 1}, measured)
+    refused = results.record("containers", tables.ONE, "fastllm", {}, Row("load", {"container": "1.5 cores by a v1 quota"}, reason="OSError: no | group"))
+    monkeypatch.setattr(tables, "rows", lambda suite: [row, refused] if suite == "containers" else [])
+    table = tables.containers()
+    assert f"| {tables.ONE} | 1.5 cores by cpu.max | decode, context 0 | 1 | 30 (30 – 30) tok/s | 31 (1 thread by hand) | 97 % (97 % – 97 %) |" in table
+    assert "OSError: no / group" in table
+    found = [t for t in tables.TARGETS if tables._find([row], t.row, t.engine) is row]
+    assert [t.what for t in found] == [f"decode of {tables.ONE} in a container with 1.5 cores by cpu.max, of the best hand-set threads"]
