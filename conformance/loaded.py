@@ -99,10 +99,10 @@ class Loaded:
         return found
 
     def _reference(self, name: str) -> Any:
-        """Where a weight of the plan comes from: "stack[3]" is a matrix of a stack, in a plan whose experts are core ops."""
-        stack, _, index = name.rpartition("[")
+        """Where a weight of the plan comes from: "stack[3]" is a matrix of a stack, "matrix[:, 1 of 4]" a column, in a plan with ops that became core ops."""
+        whole, _, which = name.rpartition("[")
         known = self.definition.weights
-        return known[name] if name in known else known[stack].matrix(int(index[:-1]))
+        return known[name] if name in known else known[whole].part(which[:-1])
 
     def leaving(self) -> list[str]:
         """Ops of a decode step that the device does not run itself: on another backend, or inherited from ref."""

@@ -70,8 +70,6 @@ def cases_for(target: Target, seed: int = DEFAULT_SEED) -> dict[str, Case]:
 
     facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
     for case in facts.cases:
-        if not isinstance(case, Case):
-            raise UsageError(f"fastllm_conformance_cases of '{facts.name}' gives {type(case).__name__}, not fastllm.conformance.Case", who=facts.distribution)
         own = replace(case, id=f"vendor/{case.id}", group="vendor", required=False)
         if own.id in known:
             raise UsageError(f"two cases of '{facts.name}' are called '{case.id}'", who=facts.distribution)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastllm.api import Backend, OutOfMemory, UnsupportedError
+from fastllm.api import Backend, Graph, OutOfMemory, UnsupportedError, read_model
 
 from . import bounds, tiny
 from .bench import Bench, In, Weight
@@ -21,7 +21,7 @@ from .judge import judge
 from .loaded import Loaded, batch_of
 from .numbers import Numbers
 
-__all__ = ["GREEDY", "MODEL", "PROMPT", "NotChecked", "greedy", "self_check"]
+__all__ = ["GREEDY", "MODEL", "PROMPT", "NotChecked", "greedy", "self_check", "tiny_graph"]
 
 MODEL = "llama-q8_0"
 PROMPT = (146, 183, 189, 119, 139, 92)
@@ -74,6 +74,17 @@ def _tokens(backend: Backend) -> str:
     if found == GREEDY:
         return ""
     return f"eight greedy tokens of a tiny model: {list(found)} instead of {list(GREEDY)}"
+
+
+def tiny_graph() -> Graph:
+    """The graph of the tiny model. Raises NotChecked where it cannot be written."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="fastllm-selfcheck-", ignore_cleanup_errors=True) as folder:
+            model = read_model(tiny.save(MODEL, Path(folder)))
+            model.close()
+            return model.definition.graph
+    except OSError as error:
+        raise NotChecked(f"the tiny model cannot be written: {error}") from error
 
 
 def greedy(kit: Loaded) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from .quant import FORMATS, QuantFormat
 
 __all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as", "with_matrices"]
 
-_COLUMN: Final = re.compile(r":, (\d+) of (\d+)\]")
+_COLUMN: Final = re.compile(r":, (\d+) of (\d+)")
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -126,6 +126,14 @@ class WeightRef:
     def matrix(self, index: int) -> WeightRef:
         """One of the matrices of a stack, by itself."""
         return replace(self.parts[index], convert_to=self.convert_to, method=self.method) if self.parts else replace(self, expert=index)
+
+    def part(self, which: str) -> WeightRef | None:
+        """What stands between the brackets of a part's name: "3", a matrix of a stack (`GraphBuilder.matrix`), or ":, 3 of 4", a column of a
+        matrix (`GraphBuilder.column`); None for anything else."""
+        column = _COLUMN.fullmatch(which)
+        if column is not None:
+            return replace(self, column=(int(column[1]), int(column[2])))
+        return self.matrix(int(which)) if which.isdecimal() else None
 
     def split(self, count: int) -> tuple[WeightRef, ...]:
         """The `count` matrices of a stack, each by itself: what a loader that must not hold the whole stack asks for."""
@@ -326,18 +334,12 @@ def stored_as(ref: WeightRef, sources: Mapping[str, TensorSource], layout: Packe
 
 
 def with_matrices(weights: Mapping[str, WeightRef], names: Iterable[str]) -> Mapping[str, WeightRef]:
-    """`weights`, and what those of `names` take that are matrices of a stack (`GraphBuilder.matrix`): "stack[3]", or columns of a matrix
-    (`GraphBuilder.column`): "matrix[:, 3 of 4]"."""
+    """`weights`, and what those of `names` take that are parts of others: "stack[3]", "matrix[:, 3 of 4]"."""
     found = {}
     for name in names:
-        whole, _, index = name.rpartition("[")
-        if name in weights or whole not in weights:
-            continue
-        column = _COLUMN.fullmatch(index)
-        if index[:-1].isdecimal():
-            found[name] = weights[whole].matrix(int(index[:-1]))
-        elif column is not None:
-            found[name] = replace(weights[whole], column=(int(column[1]), int(column[2])))
+        whole, _, which = name.rpartition("[")
+        if name not in weights and whole in weights and (part := weights[whole].part(which[:-1])) is not None:
+            found[name] = part
     return {**weights, **found} if found else weights
 
 

@@ -54,6 +54,8 @@ def check_backend_package(
     yield CheckLine("probe", found == "ready", devices if found == "ready" else f"{found or 'broken'}: {reason}")
     if found != "ready":
         return
+    if fault := probe.state.get("environment_error"):
+        yield CheckLine("environment", False, f"it failed to answer fastllm_environment: {fault}")
     opened = _opened(registry, name, options)
     yield opened
     if opened.ok:
@@ -115,6 +117,13 @@ def _opened(registry: BackendRegistry, name: str, options: Mapping[str, str]) ->
 
 def _quick(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: Sequence[Path]) -> CheckLine:
     """One case of each kind, of Bronze."""
+    try:
+        return _quick_run(name, options, plugins_file, plugin_paths)
+    except FastLLMError as error:
+        return CheckLine("quick cases", False, f"{error.message}{': ' + error.why if error.why else ''}")
+
+
+def _quick_run(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: Sequence[Path]) -> CheckLine:
     from .conformance.run import RunOptions, run_suite
     from .conformance.runner import Selection
     from .conformance.session import Target

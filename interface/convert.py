@@ -22,11 +22,13 @@ from .core.quant import FORMATS
 from .core.weights import HostTensor, PackedLayout, TensorSource, WeightRef
 from .load_options import say_choice, say_note
 from .loading import close_all
+from .opening import open_checked
 from .packed import Unpacker
 
 if TYPE_CHECKING:
     from .core.backend import Backend
     from .core.model import ModelDef
+    from .core.plugins import Selection
     from .core.quantise import Loss
     from .formats import ModelFiles
     from .formats.flm import FlmWeight
@@ -75,17 +77,21 @@ def convert_model(
     from . import models
     from .core.plugins import BackendRegistry
 
-    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
+    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict, waiting=options.message)
+    selection = None if backend is None else registry.select(backend or None)
     say_choice(registry.messages, registry.remarks, options)
     definition = models.build(files.kind, files.architecture, files.config, files.tensors, ready=files.ready)
     backends: dict[str, Backend] = {}
-    unpacker = Unpacker(files, backends, registry)
+    unpacker = Unpacker(files, backends, registry, options)
+
+    def options_for(chosen: Selection) -> dict[str, str]:
+        return {"threads": str(options.threads)} if options.threads and "threads" in chosen.spec.options else {}
+
     try:
         packer = None
-        if backend is not None:
-            selection = registry.select(backend or None)
-            chosen = {"threads": str(options.threads)} if options.threads and "threads" in selection.spec.options else {}
-            packer = backends[selection.name] = registry.open(selection, chosen)
+        if selection is not None:
+            selection, packer = open_checked(registry, selection, options_for, options)
+            backends[selection.name] = packer
             if not packer.pack_rows:
                 packer = None
                 if backend:

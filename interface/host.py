@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,16 +58,28 @@ class PluginFacts:
 def plugin_facts(
     name: str, *, plugins_file: str | os.PathLike[str] | None = None, plugin_paths: Sequence[str | os.PathLike[str]] = ()
 ) -> PluginFacts:
-    """Facts about the plug-in of NAME[:DEVICE]. Raises the loader's errors."""
+    """Facts about the plug-in of NAME[:DEVICE]. Hooks that are called here were called in a child process first, as a crash would end the caller.
+    Raises the loader's errors."""
     registry = _registry(plugins_file, plugin_paths)
     selection = registry.select(name)
     state = registry.state(selection.name)
     device = next((d for d in state.devices if d.id == selection.device), None)
+    registry.rehearse(selection.name, "fastllm_requirements", "fastllm_conformance_cases")
+    requirements, cases = registry.requirements(selection.name), registry.conformance_cases(selection.name)
+    from .conformance.case import Case, Requirements
+
+    if not isinstance(requirements, Requirements | NoneType):
+        raise registry.fault(selection.name, "answer fastllm_requirements", f"{type(requirements).__name__} is no fastllm.conformance.Requirements")
+    for case in cases:
+        if not isinstance(case, Case):
+            raise registry.fault(selection.name, "answer fastllm_conformance_cases", f"{type(case).__name__} is no fastllm.conformance.Case")
+    environment, fault = registry.environment_or_fault(selection.name)
+    if fault:
+        environment = {"fastllm_environment": fault}
     label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
     return PluginFacts(
-        selection.name, state.distribution, state.version, label, device.kind if device else "device", registry.environment(selection.name), registry.requirements(selection.name),
-        registry.conformance_cases(selection.name), plugin_folder(state.module),
-    )  # fmt: skip
+        selection.name, state.distribution, state.version, label, device.kind if device else "device", environment, requirements, cases, plugin_folder(state.module)
+    )
 
 
 def plugin_folder(module: str) -> Path | None:

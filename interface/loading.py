@@ -34,12 +34,13 @@ from .core.graph import KVSpec, SlotSpec, with_kv_dtype
 from .core.placement import Placement
 from .core.planner import Plan, StepLimits, make_plan
 from .load_options import LoadOptions, say_choice, say_note
-from .opening import open_checked
+from .opening import open_checked, open_helper
 from .packed import Unpacker, repacked_note
 
 if TYPE_CHECKING:
     from .core.backend import Backend
     from .core.engine import Engine
+    from .core.graph import Graph
     from .core.model import ModelDef
     from .core.plugins import BackendRegistry, Selection
     from .core.sampling import SamplingParams
@@ -168,17 +169,17 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
     from .core.plugins import BackendRegistry
 
     options.check()
-    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict)
+    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict, waiting=options.message)
     selection = registry.select(options.backend, options.backend_origin)
     say_choice(registry.messages, registry.remarks, options)
     files = open_files(model, options)
     backends: dict[str, Backend] = {}
-    unpacker = Unpacker(files, backends, registry)
+    unpacker = Unpacker(files, backends, registry, options)
     try:
         if options.verify:
             from .verify import verify_model
 
-            verify_model(files, options.progress)
+            verify_model(files, options)
         definition = models.build(files.kind, files.architecture, files.config, files.tensors, context_limit=options.ctx, ready=files.ready, embedding=options.embedding)
         definition = with_dtype(definition, files, options)
         if options.kv_dtype is not None:
@@ -190,12 +191,17 @@ def plan_model(model: str | os.PathLike[str], options: LoadOptions) -> ModelPlan
                 fix=f"--ctx {definition.max_position}",
                 max_position=definition.max_position,
             )
-        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options)
+        rewritten: dict[str, Graph] = {}  # by whom
+
+        def rewrite(chosen: Selection) -> None:
+            rewritten[chosen.name] = registry.transform_graph(definition.graph, chosen)
+
+        selection, backend = open_checked(registry, selection, lambda chosen: _backend_options(chosen, options), options, rewrite)
         backends[selection.name] = backend
         if backend.warning:
             say_note(backend.warning, options, f"backend '{selection.name}'")
-        _open_helpers(registry, selection.name, backends)
-        definition = replace(definition, graph=registry.transform_graph(definition.graph, selection))
+        _open_helpers(registry, selection.name, backends, options)
+        definition = replace(definition, graph=rewritten[selection.name])
         fallback = options.fallback or ("error" if options.strict else registry.fallback)
         plan, context, available = _fit(definition, files, backends, selection.name, fallback, options)
         _report(plan, definition, files, options)
@@ -227,12 +233,16 @@ def _backend_options(selection: Selection, options: LoadOptions) -> dict[str, st
     return chosen
 
 
-def _open_helpers(registry: BackendRegistry, chosen: str, backends: dict[str, Backend]) -> None:
+def _open_helpers(registry: BackendRegistry, chosen: str, backends: dict[str, Backend], options: LoadOptions) -> None:
     """Opens what may take the ops that the chosen backend cannot run, in the planner's order: `cpu_avx` where it is ready, then `ref`.
     `cpu_avx` itself has every op but what only `ref` defines."""
     if chosen not in ("cpu_avx", "ref"):
-        with contextlib.suppress(BackendNotFound, BackendDisabled, BackendBroken, BackendUnavailable):
-            backends["cpu_avx"] = registry.open(registry.select("cpu_avx"), {})
+        try:
+            backends["cpu_avx"] = open_helper(registry, "cpu_avx", f"what '{chosen}' does not run", options)
+        except (BackendBroken, BackendUnavailable) as error:
+            say_note(f"{error.message}, so what '{chosen}' does not run goes to 'ref', which is slow: {error.why}", options, "cpu_avx")
+        except (BackendNotFound, BackendDisabled):
+            pass  # as it was asked for
     if chosen != "ref":
         backends["ref"] = registry.open(registry.select("ref"), {})
 

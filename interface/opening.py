@@ -4,10 +4,12 @@ The first time that a (backend, device, options, driver, version) is opened, it 
 (`conformance/selfcheck.py`: a tenth of a second on a CPU, seconds where a driver compiles kernels first). What passed is remembered in the
 cache folder. A backend that was named and fails is an error; one that `auto` chose is set aside with a line, and the next one takes its
 place. Where the host cannot do its part (a full disk), nothing is known: the backend is used, and a line says that it was not tested.
-Called by `loading.plan_model`.
 
 A backend that is asked in child processes is opened in one first (`python -m fastllm.opening`), and tested there: a crash or a hang of its
-driver is then an error with an owner as well, and not the end of the command.
+driver is then an error with an owner as well, and not the end of the command. Its optional hooks that a run calls are called there, too: a
+`fastllm_environment` that fails there is not called again, as a run can do without it.
+
+Every command that opens a backend comes through `open_checked` or `open_helper`; the suite opens in its worker processes.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ if TYPE_CHECKING:
     from .core.backend import Backend
     from .core.plugins import BackendRegistry, Selection
 
-__all__ = ["check_first_open", "open_checked", "self_test_in_child"]
+__all__ = ["check_first_open", "open_checked", "open_helper", "self_test_in_child"]
 
 TRIAL_S = 120.0
-"""Seconds for opening and testing in a child; drivers compile kernels meanwhile."""
+"""Seconds for opening and testing in a child; drivers compile kernels meanwhile, on a slow machine for a minute. Who waits for 2 s is told."""
+
+SILENT = ", whose fastllm_environment failed"
+"""Ends the entry of a trial of which only that question failed."""
 
 KEPT = 200
 """Entries of the file that remembers; the oldest go first."""
@@ -44,10 +49,11 @@ def open_checked(
     selection: Selection,
     options_for: Callable[[Selection], Mapping[str, str]],
     options: LoadOptions,
+    use: Callable[[Selection], None] = lambda _: None,
 ) -> tuple[Selection, Backend]:
     """Opens and tests a selection; returns what was opened, which is another one if `auto` chose and the first was wrong.
 
-    options_for: the `--backend-opt` pairs of a selection. Raises what opening raises, BackendBroken with the wrong numbers, and UsageError
+    options_for: the `--backend-opt` pairs of a selection; use: what else its plug-in must do for this run. Raises what opening raises, BackendBroken with the wrong numbers, and UsageError
     where nothing may be done differently (`options.strict`)."""
     tested = env_flag("FASTLLM_SELF_TEST", True) if options.self_test is None else options.self_test
     while True:
@@ -59,6 +65,7 @@ def open_checked(
             backend = registry.open(selection, values)
             if note := check_first_open(registry, selection, backend, values) if tested else "":
                 say_note(note, options, f"backend '{selection.name}'")
+            use(selection)
         except (BackendBroken, BackendUnavailable) as error:
             if backend is not None:
                 backend.close()
@@ -75,25 +82,43 @@ def open_checked(
             return selection, backend
 
 
+def open_helper(registry: BackendRegistry, name: str, origin: str, options: LoadOptions, threads: str = "") -> Backend:
+    """Opens, by name, a backend that computes something beside the chosen one, with the same trial and test. origin: what needs it; threads: how many it may
+    have, where it takes a number. Raises what opening raises."""
+    selection = registry.select(name, origin)
+
+    def options_for(chosen: Selection) -> dict[str, str]:
+        return {"threads": threads} if threads and "threads" in chosen.spec.options else {}
+
+    return open_checked(registry, selection, options_for, options)[1]
+
+
 def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapping[str, str]) -> None:
     """Opens and tests a backend in a child process, until it passed once with the files that it is made of. What the child finds wrong is found again here, with
     its numbers. Raises BackendBroken for a crash or a hang."""
     if not registry.in_child(selection.name):
         return
     key, place = _key(registry, selection, options, trial=True), _place()
-    if place is not None and key in _known(place):
-        return
-    step, _ = self_test_in_child(registry, str(selection), options)
-    if place is not None and not step:  # what did not open today may crash when it does
-        _remember(place, key, f"{selection} in a child")
+    known = str(_known(place).get(key, "")) if place is not None else ""
+    if not known:
+        said = _in_child(registry, str(selection), options)
+        known = f"{selection} in a child{SILENT if said.get('environment_error') else ''}"
+        if place is not None and not said.get("step"):  # what did not open today may crash when it does
+            _remember(place, key, known)
+    if known.endswith(SILENT):
+        registry.leave_environment(selection.name)
 
 
 def self_test_in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> tuple[str, str]:
     """Opens NAME[:DEVICE] in a child process and tests it: ("", "") if it is right, ("open", why it does not open), ("self-test", what is wrong), or
     ("not tested", why). Raises BackendBroken for a crash or a hang."""
-    pairs = [f"--option={key}={value}" for key, value in options.items()]  # one argument each: a value may begin with "-"
-    said = registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S)
+    said = _in_child(registry, name, options)
     return str(said.get("step", "")), str(said.get("text", ""))
+
+
+def _in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> dict[str, Any]:
+    pairs = [f"--option={key}={value}" for key, value in options.items()]  # one argument each: a value may begin with "-"
+    return registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S)
 
 
 def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> str:
@@ -139,7 +164,7 @@ def _key(registry: BackendRegistry, selection: Selection, options: Mapping[str, 
     stats = [(p.name, s.st_size, s.st_mtime_ns) for p in files if p.suffix != ".pyc" and p.is_file() and (s := p.stat())]
     facts = [
         selection.name, selection.device, sorted(options.items()), state.distribution, state.version, version("fastllm-engine"),
-        "trial" if trial else sorted(registry.environment(selection.name).items()), stats, sorted(os.environ.get(n, "") for n in ("FASTLLM_ISA",)),
+        "trial" if trial else sorted(registry.environment_or_fault(selection.name)[0].items()), stats, sorted(os.environ.get(n, "") for n in ("FASTLLM_ISA",)),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -176,7 +201,7 @@ def main() -> None:
     """The child of `self_test_in_child`."""
     import argparse
 
-    from .conformance.selfcheck import NotChecked, self_check
+    from .conformance.selfcheck import NotChecked, self_check, tiny_graph
     from .core.errors import FastLLMError
     from .core.plugins import Answer, BackendRegistry
 
@@ -191,13 +216,21 @@ def main() -> None:
     said = {"step": "open", "text": ""}
     try:
         registry = BackendRegistry(asked.plugins_file, asked.plugin)
+        selection = registry.select(asked.name)
         answer.stage("open")
-        backend = registry.open(asked.name, dict(pair.split("=", 1) for pair in asked.option))
+        backend = registry.open(selection, dict(pair.split("=", 1) for pair in asked.option))
         answer.stage("compute")
         wrong = self_check(backend)
         said = {"step": "self-test", "text": wrong} if wrong else {}
+        if registry.transforms(selection.name):
+            answer.stage("fastllm_transform_graph")
+            registry.transform_graph(tiny_graph(), selection)
         answer.stage("close")
         backend.close()
+        answer.so_far(said)
+        answer.stage("fastllm_environment")
+        if fault := registry.environment_or_fault(selection.name)[1]:
+            said["environment_error"] = fault
     except NotChecked as error:
         said = {"step": "not tested", "text": str(error)}
     except FastLLMError as error:

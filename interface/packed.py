@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .core.errors import UnsupportedError
+from .opening import open_helper
 
 if TYPE_CHECKING:
     from .core.backend import Backend
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .core.plugins import BackendRegistry
     from .core.weights import PackedLayout
     from .formats import ModelFiles
+    from .load_options import LoadOptions
 
 __all__ = ["Unpacker", "repacked_note"]
 
@@ -27,10 +29,10 @@ __all__ = ["Unpacker", "repacked_note"]
 class Unpacker:
     """Undoes packed layouts. Close it with the backends."""
 
-    def __init__(self, files: ModelFiles, backends: Mapping[str, Backend], registry: BackendRegistry):
+    def __init__(self, files: ModelFiles, backends: Mapping[str, Backend], registry: BackendRegistry, options: LoadOptions):
         """Gives every packed tensor of the files a way back to its format."""
-        self.backends, self.registry = backends, registry
-        self.owner = packed_for(files)
+        self.backends, self.registry, self.options = backends, registry, options
+        self.owner, self.file = packed_for(files), files.path
         self.opened: Backend | None = None
         if files.ready is not None:
             files.ready = {n: t if t.packed is None else replace(t, unpack=self.unpack) for n, t in files.ready.items()}
@@ -41,8 +43,9 @@ class Unpacker:
             with contextlib.suppress(UnsupportedError):
                 return backend.unpack_weight(data, layout)
         if self.opened is None:
-            selection = self.registry.select(self.owner)
-            self.opened = self.registry.open(selection, {"threads": "1"} if "threads" in selection.spec.options else {})
+            if self.owner is None:
+                raise UnsupportedError(f"weights are packed as {layout.id}, and the file does not say for which backend", fix="convert the original model again")
+            self.opened = open_helper(self.registry, self.owner, f"{self.file}, whose weights are packed for it", self.options, threads="1")
         return self.opened.unpack_weight(data, layout)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ Opening a model checks structure only, because the rest reads every byte. `fastl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from .packed import Unpacker
 if TYPE_CHECKING:
     from .core.weights import TensorSource, WeightRef
     from .formats import ModelFiles
+    from .load_options import LoadOptions
 
 __all__ = ["verify_model"]
 
@@ -28,12 +29,14 @@ BLOCK_VALUES = 1 << 21
 """Values that are decoded at a time."""
 
 
-def verify_model(files: ModelFiles, progress: Callable[[str, int, int | None], None]) -> list[str]:
-    """What was checked, a line each. Raises ModelFileError (or another FastLLMError) at the first thing that is wrong."""
+def verify_model(files: ModelFiles, options: LoadOptions) -> list[str]:
+    """What was checked, a line each. options: callbacks, and where backends are looked for that undo packed weights. Raises ModelFileError (or
+    another FastLLMError) at the first thing that is wrong."""
     from . import models
     from .core.plugins import BackendRegistry
     from .formats.flm import FlmFile, check_hashes
 
+    progress = options.progress
     done = [f"structure: {len(files.stored)} tensors, {files.size_bytes:,} bytes"]
     if isinstance(files.source, FlmFile):
         check_hashes(files.source, lambda at, total, name: progress("hashes", at, total))
@@ -49,7 +52,8 @@ def verify_model(files: ModelFiles, progress: Callable[[str, int, int | None], N
                 f"the tokenizer has {tokenizer.vocab_size:,} entries, the model's embedding {definition.vocab_size:,} rows", who=str(files.path)
             )
         done.append(f"tokenizer: {tokenizer.vocab_size:,} entries for {definition.vocab_size:,} rows{'' if template is None else ', with a chat template'}")
-    unpacker = Unpacker(files, {}, BackendRegistry())
+    registry = BackendRegistry(options.plugins_file, options.plugin_paths, strict=options.strict, waiting=options.message)
+    unpacker = Unpacker(files, {}, registry, options)
     try:
         total, at = sum(math.prod(int(d) for d in v.shape) for v in definition.graph.of_kind("weight") if v.view is None), 0
         for value in definition.graph.of_kind("weight"):

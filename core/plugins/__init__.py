@@ -10,7 +10,9 @@ with an owner, never a traceback.
     entries     filters, and names that two distributions claim
     hookspecs   the hooks a plug-in implements, and the version rule
     loader      guarded import, registration and calls of one plug-in
+    put_back    what a plug-in must not change of the process
     report      errors, states and the options of a backend, as users see them
+    asking      what becomes of a backend that is asked: loaded, probed, its hooks called
     registry    which backend a run gets
     contained   who is asked in a child process, and what is kept of the answer
     child       questions to plug-ins in child processes, which may crash or hang
@@ -18,7 +20,7 @@ with an owner, never a traceback.
 
 from __future__ import annotations
 
-from .child import Answer, ChildProbe, probe_in_child
+from .child import Answer, ChildProbe, probe_in_child, probe_in_children
 from .config import PluginsConfig, load_config
 from .hookspecs import check_api
 from .registry import BackendRegistry, Selection
@@ -34,4 +36,5 @@ __all__ = [
     "check_api",
     "load_config",
     "probe_in_child",
+    "probe_in_children",
 ]

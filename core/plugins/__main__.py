@@ -1,12 +1,13 @@
 """The child of `ask_children`: loads and probes one backend and prints its state as a line of JSON, after a line for each stage.
 
-    python -m fastllm.core.plugins [--timeout SECONDS] [--plugins-file F] [--plugin F]… [--least PRIORITY | --load | --environment] NAME
+    python -m fastllm.core.plugins [--timeout SECONDS] [--plugins-file F] [--plugin F]… [--least PRIORITY | --load | --environment] [--hook H]… NAME
     python -m fastllm.core.plugins --plugin F --names
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any, NoReturn
 
 from ..errors import FastLLMError
@@ -24,6 +25,7 @@ def main() -> NoReturn:
     parser.add_argument("--load", action="store_true", help="import it and ask for no device")
     parser.add_argument("--least", type=int, help="ask for devices from this priority on")
     parser.add_argument("--environment", action="store_true", help="with the versions of its driver")
+    parser.add_argument("--hook", action="append", default=[], help="then call this optional hook, whatever it answers")
     parser.add_argument("name", nargs="?")
     options = parser.parse_args()
     answer = Answer(options.timeout)
@@ -46,7 +48,16 @@ def _state(registry: BackendRegistry, options: argparse.Namespace, answer: Answe
     if found.error:
         state["error"] = _raw(found.error)
     if options.environment and found.state == "ready":
-        state["environment"] = registry.environment(options.name)
+        answer.so_far(state | {"messages": registry.messages})
+        answer.stage("fastllm_environment")
+        try:
+            state["environment"] = registry.environment(options.name)
+        except FastLLMError as exc:
+            state["environment_error"] = exc.why or exc.message
+    for hook in () if found.error else options.hook:
+        answer.stage(hook)
+        with contextlib.suppress(FastLLMError):  # an error that can be told is told by the call in the parent
+            registry.call_optional(options.name, hook)
     return state
 
 

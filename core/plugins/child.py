@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import re
 import select
@@ -17,13 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from ..errors import one_line
 
-__all__ = ["ASK_S", "CONTAIN", "Answer", "ChildProbe", "ask_children", "located", "probe_in_child"]
+__all__ = ["ASK_S", "CONTAIN", "Answer", "ChildProbe", "ask_children", "located", "probe_in_child", "probe_in_children"]
 
 ASK_S: Final = 5.0
 """Seconds for start, import and probe together; then the child's process group is killed."""
@@ -33,6 +34,9 @@ CONTAIN: Final = "FASTLLM_CONTAIN_PLUGINS"
 
 NOISE_BYTES: Final = 1 << 16  # that are kept of what a plug-in prints, the last ones
 ANSWER_BYTES: Final = 1 << 24
+SO_FAR: Final = "so far: "  # before the answer that stands if what follows ends the child
+WAIT_S: Final = 2.0
+"""Seconds after which somebody is told that a child has not answered."""
 TICK_S: Final = 0.05  # between looks at children that ended while something they started holds their pipes
 PR_SET_PDEATHSIG: Final = 1
 DEATH_S: Final = 1.0  # that a killed child may take to end; one that a driver keeps in the kernel is left behind
@@ -60,7 +64,20 @@ def probe_in_child(
     env: Mapping[str, str] = os.environ,
 ) -> ChildProbe:
     """Loads and probes one backend in a child process with this process's import path. Never raises for what the plug-in does."""
-    return ask_children([(name, ("--environment", *located(plugins_file, plugin_paths), "--", name))], timeout_s, env)[0]
+    return probe_in_children([name], timeout_s, plugins_file, plugin_paths, env)[0]
+
+
+def probe_in_children(
+    names: Sequence[str],
+    timeout_s: float = ASK_S,
+    plugins_file: str | os.PathLike[str] | None = None,
+    plugin_paths: Sequence[str | os.PathLike[str]] = (),
+    env: Mapping[str, str] = os.environ,
+    told: Callable[[str, str, float], None] | None = None,
+) -> list[ChildProbe]:
+    """The same for several, at the same time. told: as of `ask_children`."""
+    where = located(plugins_file, plugin_paths)
+    return ask_children([(name, ("--environment", *where, "--", name)) for name in names], timeout_s, env, told=told)
 
 
 def located(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -86,6 +103,11 @@ class Answer:
         self._out.write(f"{name}\n")
         self._out.flush()
 
+    def so_far(self, said: Mapping[str, Any]) -> None:
+        """The answer, if nothing better comes: what is asked next may crash or hang, and leaves this as it is."""
+        self._out.write(SO_FAR + json.dumps(said, default=str) + "\n")
+        self._out.flush()
+
     def end(self, said: Mapping[str, Any]) -> NoReturn:
         """Answers, and ends the process: exit handlers and threads of a driver have no say any more."""
         faulthandler.cancel_dump_traceback_later()
@@ -108,10 +130,12 @@ def _end_with_parent() -> None:
 
 
 def ask_children(
-    questions: Sequence[tuple[str, Sequence[str]]], timeout_s: float, env: Mapping[str, str], module: str = __package__
-) -> list[ChildProbe]:
+    questions: Sequence[tuple[str, Sequence[str]]], timeout_s: float, env: Mapping[str, str], module: str = __package__,
+    told: Callable[[str, str, float], None] | None = None,
+) -> list[ChildProbe]:  # fmt: skip
     """Asks each question, a name and the child's arguments, in a child of its own, several at the same time. timeout_s: for each.
-    module: what a child runs; it answers with `Answer`."""
+    module: what a child runs; it answers with `Answer`. told: gets name and stage of a child that has not answered after WAIT_S, and the seconds
+    that it has in all."""
     waiting = list(questions)[::-1]
     running: list[_Child] = []
     answers: dict[str, ChildProbe] = {}
@@ -126,6 +150,9 @@ def ask_children(
                         answers[name] = ChildProbe(name, "crashed", detail=f"no process could be started: {error}", stage="load")
                 for key, _ in selector.select(TICK_S if running else 0):
                     key.data()
+                if told is not None:
+                    for child in [c for c in running if c.is_slow()]:
+                        told(child.name, child.stage, child.limit_s)
                 for child in [c for c in running if c.ended()]:
                     running.remove(child)
                     answers[child.name] = child.finish()
@@ -139,7 +166,7 @@ class _Child:
     """One child and what it said so far."""
 
     def __init__(self, name: str, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str], selector: selectors.BaseSelector):
-        self.name, self.timeout_s, self.selector = name, timeout_s, selector
+        self.name, self.limit_s, self.selector = name, timeout_s, selector
         self.answer, self.noise = bytearray(), bytearray()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.process = subprocess.Popen(
@@ -152,6 +179,7 @@ class _Child:
             start_new_session=True,
         )
         self.deadline = time.monotonic() + timeout_s
+        self._slow_at = time.monotonic() + WAIT_S
         for pipe, take in ((self.process.stdout, self._hear_answer), (self.process.stderr, self._hear_noise)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -159,18 +187,35 @@ class _Child:
 
     def ended(self) -> bool:
         """Whether it answered, ended, or had its time."""
+        if self.limit_s > ASK_S and self.so_far() is not None:  # what matters is answered
+            self.limit_s, self.deadline = ASK_S, min(self.deadline, time.monotonic() + ASK_S)
         return self.state() is not None or self.process.poll() is not None or time.monotonic() >= self.deadline
+
+    def is_slow(self) -> bool:
+        """Once, when it has not answered after WAIT_S."""
+        if time.monotonic() < self._slow_at or self.ended():
+            return False
+        self._slow_at = math.inf
+        return True
+
+    @property
+    def stage(self) -> str:
+        """What it is at."""
+        stages = [line for line in self._lines() if line.isidentifier()]
+        return stages[-1] if stages else "load"
+
+    def _lines(self) -> list[str]:
+        return self.answer.decode("utf-8", "replace").split("\n")[:-1]
 
     def state(self) -> dict[str, Any] | None:
         """The answer, if it is complete: the line of JSON after lines that name stages."""
         last = bytes(self.answer).rpartition(b"\n")[0].rpartition(b"\n")[2]
-        if not last.startswith(b"{"):
-            return None
-        try:
-            answer = json.loads(last)
-        except ValueError:
-            return None
-        return answer if isinstance(answer, dict) else None
+        return _object(last.decode("utf-8", "replace")) if last.startswith(b"{") else None
+
+    def so_far(self) -> dict[str, Any] | None:
+        """What it said before it was asked for more."""
+        said = [line for line in self._lines() if line.startswith(SO_FAR)]
+        return _object(said[-1].removeprefix(SO_FAR)) if said else None
 
     def finish(self) -> ChildProbe:
         """Ends the child and its process group, and says what became of it."""
@@ -188,16 +233,20 @@ class _Child:
                 self.selector.unregister(pipe)
             pipe.close()
         state, noise = self.state(), self.noise.decode("utf-8", "replace").strip()
-        stages = [line for line in self.answer.decode("utf-8", "replace").split("\n")[:-1] if line.isidentifier()]
-        stage = stages[-1] if stages else "load"
+        stage = self.stage
         if state is not None:
             return ChildProbe(self.name, "answered", state, str(state.get("reason", "")), noise, stage)
         if not exited:
-            return ChildProbe(self.name, "hung", {}, _with_place(f"no answer within {self.timeout_s:g} s", noise), noise, stage)
-        ended = _ended(self.process.returncode)
-        if self.process.returncode > 0 and noise:  # Python's own last word is the error
-            ended += f": {one_line(noise.splitlines()[-1][:300])}"
-        return ChildProbe(self.name, "crashed", {}, _with_place(ended, noise), noise, stage)
+            outcome, detail = "hung", f"no answer within {self.limit_s:g} s"
+        else:
+            outcome, detail = "crashed", _ended(self.process.returncode)
+            if self.process.returncode > 0 and noise:  # Python's own last word is the error
+                detail += f": {one_line(noise.splitlines()[-1][:300])}"
+        detail, before = _with_place(detail, noise), self.so_far()
+        if before is not None:  # only the question after it has no answer
+            before[f"{stage.removeprefix('fastllm_')}_error"] = f"{detail}, in a process of its own"
+            return ChildProbe(self.name, "answered", before, str(before.get("reason", "")), noise, stage)
+        return ChildProbe(self.name, outcome, {}, detail, noise, stage)
 
     def _hear_answer(self) -> None:
         self._hear(self.process.stdout, self.answer)
@@ -218,6 +267,14 @@ class _Child:
         heard += data
         if not data:
             self.selector.unregister(pipe)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

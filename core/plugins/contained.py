@@ -15,8 +15,10 @@ from typing import Any, Final
 from ..backend import BackendSpec, DeviceInfo, Option, Ready
 from ..errors import BackendBroken, BackendIncompatible, BackendUnavailable, FastLLMError
 from .child import CONTAIN, ChildProbe, ask_children
+from .config import NAME_PATTERN
 from .discovery import Candidate, Source
 from .entries import Entry
+from .hookspecs import PREFIX
 from .report import broken
 
 __all__ = ["NAMED_S", "Contained"]
@@ -30,11 +32,14 @@ _ERRORS: Final[dict[str, type[FastLLMError]]] = {e.code: e for e in (BackendBrok
 
 class Contained:
     """Asks in children. in_process: who is not; None: nobody is. located: arguments that make a child find the same plug-ins. say: gets
-    what children have to tell."""
+    what children have to tell. waiting: gets a line at once about a child that takes long."""
 
-    def __init__(self, in_process: Callable[[Entry], bool] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None]):
+    def __init__(
+        self, in_process: Callable[[Entry], bool] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None],
+        waiting: Callable[[str], None] | None = None,
+    ):  # fmt: skip
         self._in_process = None if env.get(CONTAIN) == "0" else in_process
-        self._located, self._env, self._say = located, env, say
+        self._located, self._env, self._say, self._waiting = located, env, say, waiting
 
     @property
     def on(self) -> bool:
@@ -52,21 +57,41 @@ class Contained:
     def ask(self, entries: list[Entry], timeout_s: float, *arguments: str) -> None:
         """Asks backends at the same time, and fills their entries."""
         questions = [(e.name, (*self._located, *arguments, "--", e.name)) for e in entries]
-        for entry, answer in zip(entries, ask_children(questions, timeout_s, self._env), strict=True):
+        for entry, answer in zip(entries, ask_children(questions, timeout_s, self._env, told=self._told()), strict=True):
             _keep(entry, answer)
             for line in answer.state.get("messages", ()):
                 self._say(line)
 
     def attempt(self, entry: Entry, module: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
         """Lets `module` do something with a backend in a child; its answer. Raises BackendBroken if it crashes or hangs."""
-        answer = ask_children([(entry.name, [*self._located, *arguments])], timeout_s, self._env, module)[0]
+        told = self._told("; drivers compile kernels the first time  |  without this trial: --no-self-test")
+        answer = ask_children([(entry.name, [*self._located, *arguments])], timeout_s, self._env, module, told)[0]
         if answer.outcome != "answered":
             raise _ended(entry.candidate, answer)
         return answer.state
 
+    def rehearse(self, entry: Entry, hooks: Iterable[str]) -> None:
+        """Calls optional hooks of a backend in a child, whatever they answer. Raises BackendBroken if one crashes or hangs."""
+        question = (entry.name, [*self._located, "--load", *(f"--hook={hook}" for hook in hooks), "--", entry.name])
+        answer = ask_children([question], NAMED_S, self._env, told=self._told())[0]
+        if answer.outcome != "answered":
+            raise _ended(entry.candidate, answer)
+
+    def _told(self, more: str = "") -> Callable[[str, str, float], None] | None:
+        """Says who has not answered, what it was asked, how long that may take, and how to go on without it."""
+        waiting = self._waiting
+        if waiting is None:
+            return None
+
+        def tell(name: str, stage: str, limit_s: float) -> None:
+            skip = f"skip it: FASTLLM_DISABLE_PLUGINS={name}" if NAME_PATTERN.fullmatch(name) else "leave its --plugin out"
+            waiting(f"waiting for '{name}' to {_doing(stage)}, in a process of its own, for up to {limit_s:g} s{more}  |  {skip}")
+
+        return tell
+
     def names_in(self, path: Path, source: Source) -> list[str]:
         """The backends that a file of `--plugin` has. Raises BackendBroken."""
-        answer = ask_children([(str(path), ("--plugin", str(path), "--names"))], NAMED_S, self._env)[0]
+        answer = ask_children([(str(path), ("--plugin", str(path), "--names"))], NAMED_S, self._env, told=self._told())[0]
         if answer.outcome != "answered":
             raise _ended(Candidate("", source), answer)
         if answer.state.get("error"):
@@ -97,10 +122,17 @@ def _keep(entry: Entry, answer: ChildProbe) -> None:
     elif said["state"] == "ready":
         entry.probed = Ready(tuple(DeviceInfo(**device) for device in said["devices"]))
         entry.environment = said.get("environment", entry.environment)
+    if said.get("environment_error"):
+        entry.environment = broken(entry.candidate, "answer fastllm_environment", said["environment_error"])
 
 
 def _ended(candidate: Candidate, answer: ChildProbe) -> BackendBroken:
-    return broken(candidate, answer.stage, f"{answer.detail}, in a process of its own")
+    return broken(candidate, _doing(answer.stage), f"{answer.detail}, in a process of its own")
+
+
+def _doing(stage: str) -> str:
+    """What a stage of a child is, behind "to": a hook answers, all else is a verb."""
+    return f"answer {stage}" if stage.startswith(PREFIX) else stage
 
 
 def _error(said: dict[str, Any]) -> FastLLMError:

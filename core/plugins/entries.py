@@ -24,7 +24,7 @@ BASE: Final = "ref"
 class Entry:
     """One backend name. blocked: why it is never imported (disabled, claimed twice, not a name). loaded, probed: the answer or the
     failure, once asked for, in a child or here; asking again gives the same. plugin: None until it is loaded here. environment: what a
-    child said of the driver. import_s, probe_s: seconds."""
+    child said of the driver, or how that failed; untold: nobody asks again. import_s, probe_s: seconds."""
 
     def __init__(self, name: str, candidates: list[Candidate]):
         self.name, self.candidates = name, candidates
@@ -32,7 +32,8 @@ class Entry:
         self.plugin: Plugin | None = None
         self.loaded: BackendSpec | FastLLMError | None = None
         self.probed: Ready | FastLLMError | None = None
-        self.environment: dict[str, str] | None = None
+        self.environment: dict[str, str] | FastLLMError | None = None
+        self.untold = False
         self.api: tuple[int, int] | None = None
         self.import_s = self.probe_s = 0.0
 

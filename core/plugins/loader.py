@@ -2,8 +2,8 @@
 
 Every plug-in has a pluggy manager to itself. In a shared one, an exception ends the call for all, a wrapper rewrites another
 vendor's answer, and what stays behind after a failed registration depends on pluggy's version; here, a plug-in that fails is
-dropped with its manager. `Exception` and `SystemExit` become a BackendBroken with an owner; `KeyboardInterrupt` passes. A crash
-cannot be contained: see `doctor`. Called by the registry.
+dropped with its manager. What it raises becomes a BackendBroken with an owner; only `KeyboardInterrupt` passes. A crash
+cannot be contained here: see `contained`. Called by the registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,13 +32,18 @@ from ..errors import BackendIncompatible, BackendUnavailable, FastLLMError
 from .config import NAME_PATTERN
 from .discovery import DISTRIBUTION, Candidate, Source
 from .hookspecs import MANDATORY, PREFIX, PROJECT, BackendHooks, FrozenHooks, check_api, hook_names
+from .put_back import put_back
 from .report import broken, describe, upgrade
 
-__all__ = ["Guard", "Plugin", "check_probe", "check_spec", "file_source", "load_plugin"]
+__all__ = ["STRANGERS", "Guard", "Plugin", "check_probe", "check_spec", "file_source", "load_plugin"]
 
 DEVICE_KINDS = ("device", "cpu", "emulated")
 
 _OPTION_TYPES: Final = (int, float, bool, str)
+
+STRANGERS: Final[dict[str, str]] = {}
+"""Plug-ins that did not come with fastllm and were imported in this process: distribution and version -> a backend of theirs. A fact of the process, as `sys.modules`
+is: an error that nobody understands names them, and the end of a command does not wait for their threads."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,22 @@ class Guard:
 
     @contextmanager
     def __call__(self, candidate: Candidate, doing: str, passes: type[FastLLMError] | None = None) -> Iterator[None]:
-        """Turns what goes wrong inside into BackendBroken. passes: errors that the hook may raise on purpose."""
+        """Turns what goes wrong inside into BackendBroken, and puts back what a stranger changes of the process. passes: errors that the hook may raise on
+        purpose."""
         try:
-            yield
-        except (Exception, SystemExit) as exc:
+            with nullcontext() if candidate.source.builtin else put_back():
+                yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:
             if passes is not None and isinstance(exc, passes):
                 exc.who = exc.who or candidate.who
                 raise
             if not self.reraise:
                 raise broken(candidate, doing, exc) from exc
-            if isinstance(exc, SystemExit):  # would end the program without a traceback
-                raise RuntimeError(f"{describe(candidate)} called sys.exit({exc.code!r}) in {doing}") from exc
+            if not isinstance(exc, Exception):  # would pass every other guard, and end the program
+                what = f"called sys.exit({exc.code!r})" if isinstance(exc, SystemExit) else f"raised {type(exc).__name__}"
+                raise RuntimeError(f"{describe(candidate)} {what} in {doing}") from exc
             raise
 
 
@@ -89,6 +99,8 @@ def load_plugin(candidate: Candidate, guard: Guard) -> Plugin:
     interface, leaves `compatible` False."""
     source = candidate.source
     started = time.perf_counter()
+    if not source.builtin:
+        STRANGERS[source.label] = candidate.name
     with guard(candidate, "load"):
         module = _import(source)
     manager = pluggy.PluginManager(PROJECT)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..backend import Backend, BackendSpec, Ready
+from ..backend import Backend, BackendSpec
 from ..errors import (
     BackendBroken,
     BackendNotFound,
@@ -27,12 +26,13 @@ from ..errors import (
     UsageError,
 )
 from ..graph import Graph
+from .asking import Asker
 from .child import ASK_S, located
 from .config import PluginsConfig, close_matches, load_config
 from .contained import NAMED_S, Contained
-from .discovery import DISTRIBUTION, GROUP, Candidate, discover
+from .discovery import DISTRIBUTION, Candidate, discover
 from .entries import BASE, Entry, collect
-from .loader import Guard, Plugin, check_probe, check_spec, file_source, load_plugin
+from .loader import Guard, file_source
 from .report import BackendState, broken, config_options, given_options, state_name
 
 __all__ = ["BackendRegistry", "Selection"]
@@ -58,7 +58,7 @@ class BackendRegistry:
     plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, asked for their names at once. env: the
     environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, without a prefix, which the caller prints.
     remarks: those of them by which nothing is done differently from what was asked: how long somebody took, and faults that are for another
-    package's author to mend.
+    package's author to mend. waiting: gets a line at once while somebody in a child process takes long to answer.
 
     Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
     """
@@ -69,19 +69,21 @@ class BackendRegistry:
         plugin_paths: Sequence[str | os.PathLike[str]] = (),
         env: Mapping[str, str] = os.environ,
         strict: bool = False,
+        waiting: Callable[[str], None] | None = None,
     ):
         self.messages: list[str] = []
         self.remarks: set[str] = set()
         self.config: PluginsConfig = load_config(env, plugins_file)
         self._env, self._strict = env, strict
-        self._guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
-        seen = self._guard.reraise or self._guard.trace  # authors want to see their own traceback, and the calls
-        self._contained = Contained(None if seen else self._in_process, located(plugins_file, plugin_paths), env, self._remark)
-        self._plugins: dict[tuple[str, str], Plugin | FastLLMError] = {}
+        guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
+        seen = guard.reraise or guard.trace  # authors want to see their own traceback, and the calls
+        self._contained = Contained(None if seen else self._in_process, located(plugins_file, plugin_paths), env, self._remark, waiting)
+        self._entries: dict[str, Entry] = {}
+        self._ask = Asker(self._entries, self._contained, guard, self._remark)
         candidates = discover(self._remark)
         for path in plugin_paths:
             candidates += self._load_file(Path(path))
-        self._entries = collect(candidates, self.config, env, self._say, self._remark)
+        self._entries |= collect(candidates, self.config, env, self._say, self._remark)
         if not any(c.source.builtin for c in candidates):
             self._say(
                 f"the built-in backends are not known: {DISTRIBUTION} is not installed, only its source tree is "
@@ -112,9 +114,9 @@ class BackendRegistry:
         devices: tuple[Any, ...] = ()
         try:
             if probe:
-                devices = self._probe(entry).devices
+                devices = self._ask.probe(entry).devices
             else:
-                self._load(entry)
+                self._ask.load(entry)
         except FastLLMError as exc:
             error = exc
         spec = entry.loaded if isinstance(entry.loaded, BackendSpec) else None
@@ -164,8 +166,8 @@ class BackendRegistry:
                 raise UsageError(f"auto takes no device: '{requested}'", who=origin, fix="name the backend: NAME:DEVICE")
             return self._auto()
         entry = self._entry(backend, origin)
-        ids = [d.id for d in self._probe(entry).devices]
-        spec = self._load(entry)
+        ids = [d.id for d in self._ask.probe(entry).devices]
+        spec = self._ask.load(entry)
         if separator and device not in ids:
             raise UsageError(f"backend '{backend}' has no device '{device}'", who=origin, fix=close_matches(device, ids))
         return Selection(backend, device or ids[0], spec, origin)
@@ -178,9 +180,9 @@ class BackendRegistry:
         """
         chosen = selection if isinstance(selection, Selection) else self.select(selection)
         entry = self._entry(chosen.name)
-        spec = self._load_here(entry)
+        spec = self._ask.load_here(entry)
         values = {**config_options(spec, self.config), **given_options(spec, options or {})}
-        backend = self._call(entry, "fastllm_open_backend", FastLLMError, name=chosen.name, device=chosen.device, options=values)
+        backend = self._ask.call(entry, "fastllm_open_backend", FastLLMError, name=chosen.name, device=chosen.device, options=values)
         if not isinstance(backend, Backend):
             raise broken(entry.candidate, "open", f"fastllm_open_backend() returned {type(backend).__name__}; it must return a Backend")
         return backend
@@ -200,21 +202,48 @@ class BackendRegistry:
     # other hooks --------------------------------------------------------------------------------------------------------
 
     def environment(self, name: str) -> dict[str, str]:
-        """Driver, firmware and library versions; {} if the plug-in does not say. Raises as `select` does for a name."""
+        """Driver, firmware and library versions; {} if the plug-in does not say. Raises as `select` does for a name, and BackendBroken where only this
+        question fails: the backend is what it is all the same."""
         entry = self._entry(name)
         if self._contained.holds(entry) and entry.environment is None:
             self._contained.ask([entry], NAMED_S, "--environment")
-            self._probe(entry)
-        if entry.plugin is None and entry.environment is not None:
+            self._ask.probe(entry)
+        if isinstance(entry.environment, FastLLMError):
+            raise entry.environment.with_traceback(None)
+        if entry.environment is not None and (entry.plugin is None or entry.untold):
             return entry.environment
-        answer = self._optional(name, "fastllm_environment", name=name)
+        answer = self._ask.optional(entry, "fastllm_environment", name=name)
         if answer is not None and not (isinstance(answer, dict) and all(isinstance(t, str) for kv in answer.items() for t in kv)):
-            raise broken(self._entry(name).candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
+            raise broken(entry.candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
         return answer or {}
+
+    def environment_or_fault(self, name: str) -> tuple[dict[str, str], str]:
+        """The same of a backend that is ready, for those who do not depend on it: ({}, what is wrong) where only this question fails."""
+        try:
+            return self.environment(name), ""
+        except BackendBroken as error:
+            return {}, f"{error.message}: {error.why}"
+
+    def leave_environment(self, name: str) -> None:
+        """Never asks this backend for its environment here: it failed in a child."""
+        entry = self._entry(name)
+        entry.environment, entry.untold = {}, True
+
+    def rehearse(self, name: str, *hooks: str) -> None:
+        """Calls optional hooks in a child process first, where the backend is not trusted: what crashes or hangs there is not called here. Raises BackendBroken."""
+        entry = self._entry(name)
+        if self._contained.holds(entry):
+            self._ask.load(entry)
+            self._contained.rehearse(entry, hooks)
+
+    def transforms(self, name: str) -> bool:
+        """Whether the plug-in, which is loaded here, rewrites graphs."""
+        entry = self._entry(name)
+        return entry.plugin is not None and entry.plugin.has("fastllm_transform_graph")
 
     def transform_graph(self, graph: Graph, target: Selection) -> Graph:
         """The graph as the target's plug-in rewrites it, verified again; the same graph if it does not."""
-        answer = self._optional(target.name, "fastllm_transform_graph", graph=graph, target=target)
+        answer = self._ask.optional(self._entry(target.name), "fastllm_transform_graph", graph=graph, target=target)
         if answer is None:
             return graph
         candidate = self._entry(target.name).candidate
@@ -230,14 +259,22 @@ class BackendRegistry:
 
     def requirements(self, name: str) -> Any:
         """What the plug-in tells the conformance suite, or None."""
-        return self._optional(name, "fastllm_requirements", name=name)
+        return self.call_optional(name, "fastllm_requirements")
 
     def conformance_cases(self, name: str) -> list[Any]:
         """The vendor's own conformance cases."""
-        answer = self._optional(name, "fastllm_conformance_cases", name=name)
+        answer = self.call_optional(name, "fastllm_conformance_cases")
         if answer is not None and not isinstance(answer, (list, tuple)):
             raise broken(self._entry(name).candidate, "answer fastllm_conformance_cases", f"{type(answer).__name__} is not a list")
         return list(answer or ())
+
+    def fault(self, name: str, doing: str, why: str) -> BackendBroken:
+        """The error of a plug-in whose answer a caller cannot use. doing: "answer fastllm_…"."""
+        return broken(self._entry(name).candidate, doing, why)
+
+    def call_optional(self, name: str, hook: str) -> Any:
+        """The answer of a hook that takes the name alone, as it is; None if the plug-in has none. Raises BackendBroken."""
+        return self._ask.optional(self._entry(name), hook, name=name)
 
     # files, loading and probing -----------------------------------------------------------------------------------------
 
@@ -247,9 +284,7 @@ class BackendRegistry:
             raise UsageError(f"--plugin {path}: there is no such file", who="--plugin", fix="name a Python file")
         if self._contained.on:
             return [Candidate(name, source) for name in self._contained.names_in(path, source)]
-        plugin = load_plugin(Candidate("", source), self._guard)
-        self._plugins[source.distribution, source.module] = plugin
-        return [Candidate(name, source) for name in plugin.specs]
+        return [Candidate(name, source) for name in self._ask.plugin(Candidate("", source)).specs]
 
     def from_files(self) -> list[str]:
         """The backends that files of `--plugin` have."""
@@ -271,81 +306,6 @@ class BackendRegistry:
         """Whether `[plugins] in_process` lists it. The list that comes with fastllm vouches for what comes with fastllm, not for another of its name."""
         setting = self.config.get("plugins", "in_process")
         return setting is not None and entry.name in setting.value and (entry.candidate.source.builtin or setting.layer != "packaged")
-
-    def _load_here(self, entry: Entry) -> BackendSpec:
-        """Imports a backend into this process, as it is to be opened. Raises its error."""
-        if entry.plugin is None and isinstance(entry.loaded, BackendSpec):
-            entry.loaded = None  # what a child said of it ends here
-        return self._load(entry, here=True)
-
-    def _load(self, entry: Entry, here: bool = False) -> BackendSpec:
-        """Loads and checks one backend, once. Raises its error."""
-        if entry.blocked is not None:
-            raise entry.blocked.with_traceback(None)
-        if entry.loaded is None and not here and self._contained.holds(entry):
-            self._contained.ask([entry], NAMED_S, "--load")
-        if entry.loaded is None:
-            try:
-                entry.loaded = self._load_now(entry)
-            except FastLLMError as exc:
-                if self._guard.reraise:
-                    raise
-                entry.loaded = exc
-        if isinstance(entry.loaded, FastLLMError):
-            raise entry.loaded.with_traceback(None)
-        return entry.loaded
-
-    def _load_now(self, entry: Entry) -> BackendSpec:
-        candidate = entry.candidate
-        plugin = entry.plugin = self._plugin(candidate)
-        spec = plugin.specs.get(entry.name)
-        if spec is None:
-            names = ", ".join(sorted(plugin.specs))
-            raise broken(candidate, "load", f"fastllm_backends() does not list '{entry.name}'; it lists {names}")
-        check_spec(candidate, spec)
-        for other in sorted(set(plugin.specs) - {c.name for e in self._entries.values() for c in e.candidates}):
-            self._remark(f"{candidate.source.label} has a backend '{other}' without an entry point in {GROUP}; it is not used")
-        return spec
-
-    def _plugin(self, candidate: Candidate) -> Plugin:
-        """The plug-in of a candidate: one load per module, also if it serves several names or fails."""
-        key = candidate.source.distribution, candidate.source.module
-        if key not in self._plugins:
-            try:
-                self._plugins[key] = load_plugin(candidate, self._guard)
-            except FastLLMError as exc:
-                self._plugins[key] = exc
-        found = self._plugins[key]
-        if isinstance(found, FastLLMError):
-            raise found.with_traceback(None)
-        return found
-
-    def _probe(self, entry: Entry) -> Ready:
-        if entry.probed is None and not isinstance(entry.loaded, FastLLMError) and self._contained.holds(entry):
-            self._contained.ask([entry], NAMED_S)
-        self._load(entry)
-        if entry.probed is None:
-            started = time.perf_counter()
-            try:
-                entry.probed = check_probe(entry.candidate, self._call(entry, "fastllm_probe", BackendUnavailable, name=entry.name))
-            except FastLLMError as exc:
-                if self._guard.reraise and isinstance(exc, BackendBroken):
-                    raise
-                entry.probed = exc
-            entry.probe_s = time.perf_counter() - started
-        if isinstance(entry.probed, FastLLMError):
-            raise entry.probed.with_traceback(None)
-        return entry.probed
-
-    def _call(self, entry: Entry, hook: str, passes: type[FastLLMError] | None = None, **arguments: Any) -> Any:
-        if entry.plugin is None:
-            raise BackendBroken(f"backend '{entry.name}' is not loaded", who=entry.candidate.who)
-        return entry.plugin.call(entry.candidate, hook, passes, **arguments)
-
-    def _optional(self, owner: str, hook: str, **arguments: Any) -> Any:
-        entry = self._entry(owner)
-        self._load_here(entry)
-        return self._call(entry, hook, **arguments) if entry.plugin and entry.plugin.has(hook) else None
 
     # choice -------------------------------------------------------------------------------------------------------------
 
@@ -375,7 +335,7 @@ class BackendRegistry:
         least, before = 0, (1, "")
         for negative, name in order:
             with contextlib.suppress(FastLLMError):
-                self._probe(self._entries[name])
+                self._ask.probe(self._entries[name])
                 least, before = -negative, (negative, name)
                 break
         there = [e for e in there if (known := self._priority(e)[0]) is None or (known >= 0 and (-known, e.name) < before)]
@@ -384,9 +344,9 @@ class BackendRegistry:
         for negative, name in order:
             entry = self._entries[name]
             try:
-                ready = self._probe(entry)
+                ready = self._ask.probe(entry)
             except FastLLMError as exc:
-                if self._guard.reraise and isinstance(exc, BackendBroken):
+                if self._ask.guard.reraise and isinstance(exc, BackendBroken):
                     raise
                 skipped.append((-negative, exc))
                 continue
@@ -394,7 +354,7 @@ class BackendRegistry:
             for slow in (e for e in there if e.import_s + e.probe_s > PROBE_S):
                 took = f"backend '{slow.name}' took {slow.import_s + slow.probe_s:.1f} s to answer, and every automatic choice waits for it"
                 self._remark(f"{took}; skip it: FASTLLM_DISABLE_PLUGINS={slow.name}")
-            return Selection(name, ready.devices[0].id, self._load(entry), "auto")
+            return Selection(name, ready.devices[0].id, self._ask.load(entry), "auto")
         raise BackendUnavailable(
             "no backend can be used",
             why="; ".join(f"{e.message}: {e.why}" for _, e in skipped) or "none is installed and enabled",
@@ -406,9 +366,9 @@ class BackendRegistry:
         loaded = []
         for entry in entries:
             try:
-                self._load(entry)
+                self._ask.load(entry)
             except FastLLMError as exc:
-                if self._guard.reraise:
+                if self._ask.guard.reraise:
                     raise
                 skipped.append((self._priority(entry)[0], exc))
                 continue

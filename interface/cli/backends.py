@@ -49,12 +49,12 @@ def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[
     """
     from ..conformance.published import standing_of
     from ..core.plugins import BackendRegistry
-    from .terminal import escape_controls, say
+    from .terminal import escape_controls
 
-    registry = BackendRegistry(plugins_file, plugin_paths)
+    registry = BackendRegistry(plugins_file, plugin_paths, waiting=_say)
     states = registry.states()
     for line in registry.messages:
-        say(f"fastllm: {line}")
+        _say(line)
     published = {s.name: _published(s) for s in states}
     if as_json:
         click.echo(json.dumps([{**s.as_dict(), "conformance": published[s.name]} for s in states], indent=1))
@@ -81,11 +81,11 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
     from ..core.plugins import BackendRegistry
     from .terminal import escape_controls
 
-    registry = BackendRegistry(plugins_file, plugin_paths)
+    registry = BackendRegistry(plugins_file, plugin_paths, waiting=_say)
     state = registry.state(name)
     facts = state.as_dict()
     if state.state == "ready":
-        facts["environment"] = registry.environment(name)
+        facts["environment"], facts["environment_error"] = registry.environment_or_fault(name)
     published = _published(state)
     if as_json:
         click.echo(json.dumps({**facts, "conformance": published}, indent=1))
@@ -96,6 +96,12 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
         for key, value in rows:
             click.echo(escape_controls(f"{key:{width}}  {value}"))
     return state.exit_code
+
+
+def _say(line: str) -> None:
+    from .terminal import say
+
+    say(f"fastllm: {line}")
 
 
 def _published(state: Any) -> list[dict[str, Any]]:

@@ -38,11 +38,11 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
     """
     from ..core.plugins import BackendRegistry
 
-    registry = BackendRegistry(plugins_file, plugin_paths)
+    registry = BackendRegistry(plugins_file, plugin_paths, waiting=_say)
     names = [name] if name else registry.names()
     if name:
         registry.check_name(name)
-    backends = {n: _backend(n, plugins_file, plugin_paths) for n in names}
+    backends = _backends(names, plugins_file, plugin_paths)
     if name and backends[name]["state"] == "ready" and not no_smoke:
         backends[name] |= _self_test(registry, name)
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
@@ -98,14 +98,29 @@ def _caches() -> dict[str, str]:
     return result | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _backend(name: str, plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> dict[str, Any]:
-    """State of one backend, probed in a child, and its environment if it is ready."""
-    from ..core.plugins import probe_in_child
+def _backends(names: list[str], plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+    """The state of each, probed in children at the same time, and its environment if it is ready."""
+    from ..core.plugins import probe_in_children
 
-    probe = probe_in_child(name, plugins_file=plugins_file, plugin_paths=plugin_paths)
-    if probe.outcome != "answered":
-        return {"state": "broken", "reason": f"the probe {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={name}", "exit_code": 3}
-    return dict(probe.state)
+    def told(name: str, stage: str, limit_s: float) -> None:
+        _say(f"waiting for '{name}', in a process of its own, for up to {limit_s:g} s  |  skip it: FASTLLM_DISABLE_PLUGINS={name}")
+
+    found = {}
+    for probe in probe_in_children(names, plugins_file=plugins_file, plugin_paths=plugin_paths, told=told):
+        found[probe.name] = dict(probe.state) if probe.outcome == "answered" else _lost(probe)
+    return found
+
+
+def _lost(probe: Any) -> dict[str, Any]:
+    """The state of a backend whose child crashed or hung."""
+    doing = {"load": "import", "probe": "probe"}.get(probe.stage, probe.stage)
+    return {"state": "broken", "reason": f"the {doing} {probe.outcome}: {probe.detail}", "hint": f"FASTLLM_DISABLE_PLUGINS={probe.name}", "exit_code": 3}
+
+
+def _say(line: str) -> None:
+    from .terminal import say
+
+    say(f"fastllm: {line}")
 
 
 def _self_test(registry: Any, name: str) -> dict[str, Any]:
@@ -168,18 +183,35 @@ def _flags(facts: dict[str, Any]) -> str:
 
 
 def _advice(facts: dict[str, Any]) -> list[str]:
-    lines = []
+    lines = [f"backend '{n}' {fault}" for n, b in facts["backends"].items() if (fault := _fault(n, b))]
     ready = [n for n, b in facts["backends"].items() if b["state"] == "ready"]
     if ready == ["ref"]:
         lines.append("only the numpy backend is ready: answers are right but slow")
     if "note" in facts["caches"]:
         lines.append(f"models: {facts['caches']['note']}")
-    if flags := _flags(facts):
-        lines.append(f"recommended here: {flags}")
+    lines += _packages()
     if facts["smoke"]["state"].startswith("failed"):
         lines.append("the 64 tokens failed: see smoke above")
-    lines += _packages()
-    return lines or ["nothing stands in the way: fastllm run"]
+    elif not lines:
+        lines.append("nothing stands in the way: fastllm run")
+    else:
+        usable = "the 64 tokens came all the same" if facts["smoke"]["state"] == "good" else "what is ready can be used"
+        lines.append(f"{usable}: fastllm run")
+    if flags := _flags(facts):
+        lines.insert(len(lines) - 1, f"recommended here: {flags}")
+    return lines
+
+
+def _fault(name: str, backend: dict[str, Any]) -> str:
+    """What somebody has to mend about a backend that nobody asked for, and how to be rid of it; "" for one that is well, switched off, or whose device is not here."""
+    skip = f"fastllm doctor {name}  |  skip it: FASTLLM_DISABLE_PLUGINS={name}"
+    if backend["state"] in ("broken", "incompatible"):
+        return f"is {backend['state']} and not used: {skip}"
+    if backend.get("environment_error"):
+        return f"is ready, but does not say its environment: {skip}"
+    if backend.get("import_s", 0.0) + backend.get("probe_s", 0.0) > PROBE_S:
+        return f"takes long to answer, which every automatic choice waits for: {skip}"
+    return ""
 
 
 def _packages() -> list[str]:
@@ -196,28 +228,36 @@ def _packages() -> list[str]:
     return lines
 
 
+def _echo(line: str) -> None:
+    from .terminal import escape_controls
+
+    click.echo(escape_controls(line))
+
+
 def _show(facts: dict[str, Any]) -> None:
     for title, section in facts.items():
         if title == "backends":
             for name, backend in section.items():
                 reason = f" – {backend['reason']}" if backend.get("reason") else ""
                 hint = f" ({backend['hint']})" if backend.get("hint") else ""
-                click.echo(f"backend {name}: {backend['state']}{reason}{hint}")
+                _echo(f"backend {name}: {backend['state']}{reason}{hint}")
                 if backend.get("distribution"):
                     times = f", imported in {1e3 * backend['import_s']:.1f} ms, probed in {1e3 * backend['probe_s']:.1f} ms" if backend["import_s"] else ""
-                    click.echo(f"  from {backend['distribution']} {backend['version']}".rstrip() + times)
+                    _echo(f"  from {backend['distribution']} {backend['version']}".rstrip() + times)
                 if backend.get("probe_s", 0.0) > PROBE_S:
-                    click.echo(f"  slow: its probe took {backend['probe_s']:.1f} s of the {PROBE_S:g} s that it may take; every automatic choice of a backend waits for it")
+                    _echo(f"  slow: its probe took {backend['probe_s']:.1f} s of the {PROBE_S:g} s that it may take; every automatic choice of a backend waits for it")
                 if "self_test" in backend:
-                    click.echo(f"  self-test: {backend['self_test']}")
+                    _echo(f"  self-test: {backend['self_test']}")
                 for device in backend.get("devices", ()):
-                    click.echo(f"  device {device['id']}: {device['name']}")
+                    _echo(f"  device {device['id']}: {device['name']}")
                 for key, value in backend.get("environment", {}).items():
-                    click.echo(f"  {key}: {value}")
+                    _echo(f"  {key}: {value}")
+                if backend.get("environment_error"):
+                    _echo(f"  environment: it failed to answer fastllm_environment: {backend['environment_error']}")
         elif isinstance(section, dict):
-            click.echo(title)
+            _echo(title)
             for key, value in section.items():
-                click.echo(f"  {key.replace('_', ' ')}: {value}")
+                _echo(f"  {key.replace('_', ' ')}: {value}")
         else:
             for line in section:
-                click.echo(f"advice: {line}")
+                _echo(f"advice: {line}")

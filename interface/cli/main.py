@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "run_command"]
 
 CLOSED_PIPE = 141
+THREADS_S = 1.0
+"""That threads of plug-ins have to end when a command is over."""
 SYSTEM_FIXES = {
     errno.ENOENT: "check the path: a file or folder of it is not there",
     errno.ENOTDIR: "check the path: a part of it is no folder",
@@ -64,7 +66,33 @@ def main() -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
+    _leave_threads(code)
     sys.exit(code)
+
+
+def _strangers() -> dict[str, str]:
+    """Plug-ins of others that were imported in this process, and a backend of each."""
+    loader = sys.modules.get("fastllm.core.plugins.loader")
+    return {} if loader is None else loader.STRANGERS
+
+
+def _leave_threads(code: int) -> None:
+    """Ends the process where a plug-in left threads that do not end: Python would wait for them for ever."""
+    if not _strangers():
+        return
+    import atexit
+    import threading
+    import time
+
+    deadline = time.monotonic() + THREADS_S
+    left = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in left):
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
 
 
 def run_command(args: list[str], ready: Callable[[], None] = lambda: None) -> int:
@@ -145,8 +173,12 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
         return errors.FastLLMError(f"{name}{error.strerror or error}", who=str(error.filename or ""), fix=SYSTEM_FIXES.get(error.errno or 0, "run again with --debug to see where it failed"))
     if isinstance(error, ImportError):
         return _import_error(error)
-    text = f"internal error: {type(error).__name__}: {error}"
-    return errors.FastLLMError(text, fix="this is a bug of fastllm; run again with --debug and report it")
+    text, fix = f"internal error: {type(error).__name__}: {error}", "this is a bug of fastllm; run again with --debug and report it"
+    beside = _strangers()
+    if beside:  # whose code may do anything to ours
+        without = ",".join(sorted(set(filter(None, beside.values())))) or "NAME"
+        fix = f"first without what ran in this process: FASTLLM_DISABLE_PLUGINS={without}  |  if it fails all the same, {fix}"
+    return errors.FastLLMError(text, who=f"beside {', '.join(beside)}" if beside else "", fix=fix)
 
 
 def _import_error(error: ImportError) -> FastLLMError:

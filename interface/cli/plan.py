@@ -113,7 +113,7 @@ def _threads(planned: ModelPlan) -> str:
     if "threads" not in planned.selection.spec.options:
         return str(count)
     asked = planned.options.threads or planned.options.backend_options.get("threads")
-    return f"{count}: asked for" if asked else str(planned.registry.environment(name).get("threads", count))
+    return f"{count}: asked for" if asked else planned.registry.environment_or_fault(name)[0].get("threads", str(count))
 
 
 def _layers(planned: ModelPlan) -> list[dict[str, str]]:

@@ -29,7 +29,7 @@ def verify_command(model: str, as_json: bool, **values: Any) -> None:
     with Reporter.of(values, silent=as_json) as reporter:
         options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence)
         with open_files(model, options) as files:
-            checked = verify_model(files, reporter.progress)
+            checked = verify_model(files, options)
             path = str(files.path)
     if as_json:
         click.echo(json.dumps({"model": model, "path": path, "ok": True, "checked": checked}, indent=1))

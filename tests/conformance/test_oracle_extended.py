@@ -8,11 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from fastllm.api import CATALOGUE
+from fastllm.api import CATALOGUE, No, RefBackend
 from fastllm.conformance import bounds, bounds_extended, oracle
 from fastllm.conformance import oracle_extended as extended
 from fastllm.conformance.bounds import Numerics
 from fastllm.conformance.judge import judge
+from fastllm.conformance.loaded import loaded
 from fastllm.conformance.numbers import Numbers
 from fastllm.conformance.suite import all_cases
 
@@ -122,3 +123,16 @@ def test_every_op_of_the_catalogue_has_cases_and_every_decomposition_one():
     decomposed = {case.op for case in all_cases().values() if "/decomposed#" in case.id}
     assert decomposed == {name for name, spec in CATALOGUE.items() if spec.decompose is not None}
     assert all(bool(spec.indivisible) != spec.core for spec in CATALOGUE.values() if spec.decompose is None)
+
+
+def test_a_model_whose_convolution_became_core_ops_is_judged_with_the_columns_of_its_kernel():
+    class Without(RefBackend):
+        def supports(self, q):
+            return No("not here") if q.op == "short_conv" else super().supports(q)
+
+    with loaded(Without(), "qwen3_next-f32") as kit:
+        weights = kit.weights()
+        columns = {name: w for name, w in weights.items() if ".conv1d.weight[:, " in name}
+        assert len(columns) == 4 * sum(n.op == "delta_rule" for n in kit.plan.graph.nodes)
+        whole = kit._reference("model.layers.0.linear_attn.conv1d.weight").resolve(kit.tensors, "w", (len(columns["model.layers.0.linear_attn.conv1d.weight[:, 1 of 4]"]), 4))
+    assert np.array_equal(columns["model.layers.0.linear_attn.conv1d.weight[:, 1 of 4]"], whole.decode()[:, 1])

@@ -105,7 +105,7 @@ def test_auto_takes_the_highest_priority_and_probes_no_further(site, env, plugin
     for name, priority in (("low", 10), ("never", -1), ("high", 80), ("alike", 80)):
         site.install(plugin(name, priority, probe=RECORDS_PROBE), name, f"dist-{name}", module=f"mod_{name}")
     assert BackendRegistry(env=env).select().name == "alike"
-    assert capsys.readouterr().out == "probed alike\n"
+    assert capsys.readouterr().err == "probed alike\n"
     file = toml("[priority]\nlow = 90\nnever = 5\n")
     registry = BackendRegistry(file, env=env)
     assert registry.select().name == "low"

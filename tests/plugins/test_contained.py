@@ -42,6 +42,7 @@ def patient(monkeypatch):
     monkeypatch.setattr("fastllm.core.plugins.registry.ASK_S", PATIENT_S)
     monkeypatch.setattr("fastllm.core.plugins.registry.NAMED_S", PATIENT_S)
     monkeypatch.setattr("fastllm.core.plugins.contained.NAMED_S", PATIENT_S)
+    monkeypatch.setattr("fastllm.core.plugins.asking.NAMED_S", PATIENT_S)
 
 
 @pytest.mark.usefixtures("patient")
@@ -162,7 +163,7 @@ def test_auto_asks_no_device_that_would_not_be_chosen_and_starts_no_child_for_a_
     file = toml("[priority]\nhigh = 5\n")
     assert BackendRegistry(file, env=with_cpu).select("auto").name == "cpu_avx"
     assert os.listdir(probed) == []
-    monkeypatch.setattr("fastllm.core.plugins.contained.ask_children", lambda questions, *rest: [] if not questions else pytest.fail(str(questions)))
+    monkeypatch.setattr("fastllm.core.plugins.contained.ask_children", lambda questions, *rest, **more: [] if not questions else pytest.fail(str(questions)))
     low = toml("[priority]\nhigh = 5\nlow = 59\nnever = -1\n")
     registry = BackendRegistry(low, env={**contained, "FASTLLM_DISABLE_PLUGINS": ""})
     assert (registry.select("auto").name, registry.messages) == ("cpu_avx", [])

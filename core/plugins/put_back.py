@@ -1,0 +1,92 @@
+"""What a plug-in's code may change of the process that it is called in, and must not: put back when it returns.
+
+The current folder, the three standard streams, the handlers, the mask and the timer of signals, the locale, and modules and folders of imports that were there:
+the program's, and no backend's. What it prints meanwhile goes to stderr, as stdout is for answers and JSON. A fork that comes back is ended. What it adds to the
+search path, environment variables, threads and memory stay: drivers need them. Called by the loader around every call of a plug-in that did not come with fastllm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import locale
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+__all__ = ["put_back"]
+
+STOPPING: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGPIPE")
+"""Signals by which people and shells stop a program."""
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Puts back what a block changed of the process, also where it raises."""
+    process, folder, spoken = os.getpid(), _folder(), locale.setlocale(locale.LC_ALL)
+    streams, handlers = (sys.stdin, sys.stdout, sys.stderr), _handlers()
+    path, modules = list(sys.path), dict(sys.modules)
+    timer = signal.getitimer(signal.ITIMER_REAL) if hasattr(signal, "setitimer") else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if hasattr(signal, "pthread_sigmask") else set()
+    for stream in streams[1:]:
+        _flush(stream)
+    kept = {fd: copy for fd in (0, 1, 2) if (copy := _copy(fd)) is not None}
+    if 1 in kept and 2 in kept:
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        if os.getpid() != process:  # a fork came back here, and would do all that follows a second time
+            os._exit(0)
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
+        sys.stdin, sys.stdout, sys.stderr = streams
+        for fd, copy in kept.items():
+            with contextlib.suppress(OSError):  # it may have closed the copy as well
+                os.dup2(copy, fd)
+                os.close(copy)
+        if folder is not None and _folder() != folder:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+        sys.path += [entry for entry in path if entry not in sys.path]
+        for name, module in modules.items():
+            if sys.modules.get(name) is not module:
+                sys.modules[name] = module
+        if timer is not None and signal.getitimer(signal.ITIMER_REAL) != timer:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+        if locale.setlocale(locale.LC_ALL) != spoken:
+            locale.setlocale(locale.LC_ALL, spoken)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # also where it looks the same: native code changes it behind Python's back
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
+def _handlers() -> dict[int, signal.Handlers]:
+    """Those that Python knows; none in another thread than the first, which may not set them."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
+    return {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}  # type: ignore[misc]
+
+
+def _copy(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:  # it is closed
+        return None
+
+
+def _flush(stream: object) -> None:
+    with contextlib.suppress(Exception):
+        stream.flush()  # type: ignore[attr-defined]
