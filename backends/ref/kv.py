@@ -22,7 +22,7 @@ from fastllm.api import KVSpec
 
 __all__ = ["GROUP", "block_bytes", "quantise", "read", "write"]
 
-GROUP = 64
+GROUP = 32
 """Channels of a head that share a scale of int8."""
 
 _STORED: dict[str, np.dtype[Any]] = {"f16": np.dtype("f2"), "bf16": np.dtype("u2"), "f32": np.dtype("f4"), "int8": np.dtype("i1")}

@@ -377,7 +377,7 @@ def stored(x, kv):
         bits = x.view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
     if kv == "int8":
-        groups = [x[..., at : at + 64] for at in range(0, x.shape[-1], 64)]
+        groups = [x[..., at : at + 32] for at in range(0, x.shape[-1], 32)]
         scales = [(np.abs(g).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32) for g in groups]
         return np.concatenate([np.rint(g / scale).astype(np.float32) * scale for g, scale in zip(groups, scales, strict=True)], axis=-1)
     return x

@@ -29,7 +29,7 @@ typedef struct {
  * Keys are transposed, so that sixteen tokens are one vector. int8: element = code · scale, one scale for each token, head and group of
  * FL_KV_GROUP channels (the last group may be shorter). Pairs are what the products of attention_pairs.c read.
  */
-enum { FL_KV_GROUP = 64 };
+enum { FL_KV_GROUP = 32 };
 typedef struct {
     char *p;
     int64_t block_bytes, num_blocks;

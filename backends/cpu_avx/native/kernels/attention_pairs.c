@@ -14,7 +14,12 @@
 
 #if FL_WIDE == 16
 
-enum { QUERIES = 6, STAGED = 16, ALL = -1 }; /* STAGED: rows from which on codes are brought to bf16 once for all of them */
+enum {
+    QUERIES = 6,
+    STAGED = 16,
+    ALL = -1,
+    SCALES_AHEAD = 4096
+}; /* STAGED: rows from which on codes are brought to bf16 once for all of them */
 
 typedef struct {
     const char *p;
@@ -306,6 +311,11 @@ void FL_NAME(fl_attention_pairs)(const fl_attention *a, const int32_t *blocks, i
     const int64_t dk = fl_even(c->key_dim), pair = 2 * fl_element_bytes(c->dtype);
     const int32_t lo = w->lo / 16 * 16;
     int codes = c->dtype == FL_DT_I8_PAIRS;
+    if (codes && next) { /* few lines, but nobody else asks for them: as long a wait as for the codes */
+        const char *scales = next + fl_scales_at(c);
+        const int64_t bytes = (fl_kv_groups(c->key_dim) + fl_kv_groups(c->value_dim)) * c->block_size * (int64_t)sizeof(float);
+        for (int64_t line = 0; line < bytes && line < SCALES_AHEAD; line += 64) __builtin_prefetch(scales + line);
+    }
     matrix keys = {scratch->keys, SROW * 4, NULL}, values = {scratch->values, (int64_t)width * 4, NULL};
     if (c->block_size % FL_SUB || (codes && i1 - i0 >= STAGED)) {
         stage(c, blocks, head, first, w->lo / 2 * 2, w->hi, codes, scratch->keys, scratch->values, width);
