@@ -83,6 +83,21 @@ FAULTS = (
         ("act_mul/f32/row/m2-n1000/silu.gated#bound",),
     ),
     Fault(
+        "stale_scale_of_keys", "int8 keys take the scale of the group of channels before", ("avx512",), "kernels/attention_pairs.c",
+        "_mm512_loadu_ps(scale + group * SROW + column + 16 * v)", "_mm512_loadu_ps(scale + (group - (group > 0)) * SROW + column + 16 * v)",
+        ("attention/int8/row/l70-h4_2-d128_96-b32/wide#bound",),
+    ),
+    Fault(
+        "unseen_half_of_a_pair", "of a pair of tokens the one that is not there is read, too", ("avx512",), "kernels/attention_pairs.c",
+        "const int32_t mask = !alone ? ALL : odd ? (int32_t)0xffff0000 : 0xffff;", "const int32_t mask = ALL;",
+        ("attention/f32/row/*/gqa8#bound",),
+    ),
+    Fault(
+        "last_channels_of_values", "channels of values behind the last 32 are left out", ("avx512",), "kernels/attention_pairs.c",
+        "for (; c < c1; c += 16) values_n(Q, 1,", "for (; c + 16 < c1; c += 16) values_n(Q, 1,",
+        ("attention/f32/row/*/gqa5#bound",),
+    ),
+    Fault(
         "stale_scale_of_tiles", "outputs of a tile take the scale of the group before", ("amx",), "kernels/linear_tiles.c",
         ".sw = c->sw[g],", ".sw = c->sw[g ? g - 1 : 0],",
         ("linear/f32*q4_0/row/m64-*#bound",),
