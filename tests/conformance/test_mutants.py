@@ -20,6 +20,7 @@ from fastllm.conformance.suite import all_cases
 TABLE = json.loads((Path(fastllm.conformance.__file__).parent / "kills.json").read_text())
 
 
+@pytest.mark.timeout(900)
 def test_every_mutant_is_killed_by_the_rule_that_it_names():
     kills = self_test()
     assert [f"{k.verdict}: {k.name}: {k.message}" for k in kills if not k.good] == []

@@ -120,6 +120,7 @@ def build(tmp_path_factory):
     return Build(tmp_path_factory.mktemp("native"))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_build_without_a_fault_passes_what_the_faults_fail(build, variant):
     if variant not in RUNS:
