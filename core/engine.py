@@ -92,7 +92,7 @@ class Engine:
         self._close_error: Exception | None = None
         self.on_step: Callable[[int, float], None] | None = None  # told tokens and seconds of each step, in the engine's thread; must not raise
         # Whoever collects events is told once for all of a step, when the thread is about to compute or to sleep, without Python's lock: sooner, it would take
-        # the lock away. Told: seconds until about the next time; None: that is not known, for prompts are read before it. In the engine's thread; must not raise.
+        # the lock away. Told: seconds until about the next time; None: that is not known, for nobody decodes. In the engine's thread; must not raise.
         self.on_handed_out: Callable[[float | None], None] | None = None
         self._step_s = 0.0  # of the last step
         self._held = False  # the next four: of the step that runs. Is some row of it held to a grammar?
@@ -306,7 +306,7 @@ class Engine:
                 if ahead is not None:
                     self._runner.touch_block(ahead)
             if self.on_handed_out is not None:
-                self.on_handed_out(self._step_s if self._decodes == batch.dims.T else None)
+                self.on_handed_out(self._step_s if self._decodes else None)
             result = self._runner.run(batch)
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(batch.sample_rows):

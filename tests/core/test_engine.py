@@ -490,6 +490,24 @@ def test_memory_for_the_next_blocks_is_asked_for_ahead_and_one_block_a_step():
     assert not set(begun[:4]) & set(begun[4:])
 
 
+def test_a_step_with_a_prompt_beside_decodes_is_thought_to_take_as_long_as_the_last():
+    """So that its tokens leave together with others; where nobody decodes, nothing is known."""
+    told, steps = [], []
+
+    def before(batch):
+        steps.append((batch.dims.T, told[-1]))
+        if len(steps) == 3:
+            engine.submit(ask([7] * 5, max_tokens=1))
+
+    with Engine(FakeRunner(before=before)) as engine:
+        engine.on_handed_out = told.append
+        engine.submit(ask([1, 2, 3], max_tokens=8)).result(60)
+    assert steps[0] == (3, None)
+    mixed = [next_s for tokens, next_s in steps[1:] if tokens > 1]
+    assert mixed
+    assert None not in [next_s for _, next_s in steps[1:]]
+
+
 @pytest.mark.parametrize("step", [1, 4, 7])  # of the eight that read the long prompt
 def test_a_short_request_is_answered_by_the_step_after_it_came_and_that_is_a_short_one(step):
     """While a prompt of 4,000 tokens is read in chunks of 512, from whose beginning it waits for fewer tokens than two chunks have."""
