@@ -1,4 +1,4 @@
-/* Declarations of the kernels of elementwise.c, rows.c, attention.c, moe.c and recurrent.c, for the table of their variant. */
+/* Declarations of the kernels of elementwise.c, rows.c, attention.c, kv_write.c, moe.c and recurrent.c, for the table of their variant. */
 #ifndef FL_OPS_H
 #define FL_OPS_H
 #include "../kernels.h"
