@@ -20,22 +20,29 @@
  *
  * f32, f16 and bf16: | k = 0: 32 values | k = 1: 32 values | ... for each strip. Nothing is rounded by packing.
  *
- * ARITHMETIC of block formats. The activations of a row are cut in groups of 32 k, for int4gN and int8gN in groups of N (prepare):
+ * ARITHMETIC of block formats. The activations of a row are cut in groups of 32 k (prepare):
  *     amax = max |x|;  sx = amax / 127;  code = round_half_even(x * (127 / amax)), 0 if amax < 2^-60; a group that holds NaN or
  *     infinity has sx = NaN and codes 0.
  * A weight of group g (16 k or more) is (q - zero) * sw (+ mw), with sw and mw exact f32 products of what the file holds: for int4gN,
- * d * (q - z) is d * q + mw with mw = -(d * z), where every operation is exact. One output:
+ * d * (q - z) is d * q + mw with mw = -(d * z), where every operation is exact. One output, of weights in groups of 16 or 32:
  *     acc = 0
  *     for g ascending:
  *         I   = sum over the group of (q - zero) * code                                  an exact integer, |I| < 2^22
  *         acc = fma(round(I * sw), sx, acc)
  *         acc = fma(mw, round(sx * S), acc)   formats with a minimum only;  S = sum of the group's codes
+ * and of weights in groups of 64, 128 or 256, which hold several groups of activations:
+ *     acc = 0
+ *     for g ascending:
+ *         b   = 0;  for each 32 k of the group, ascending:  b = fma(I, sx, b)            I, sx, S: of these 32 k
+ *         acc = fma(b, sw, acc)
+ *         acc = fma(mw, M, acc)               formats with a minimum only;  M = sum of round(sx * S), ascending, from the first one on
  *     y = acc (+ bias);  with a residual: y = add + (acc + bias);  with an activation, see fl_target in linear.h
  * What the file holds as halves is a multiple of 2^-24, and a group with codes has sx > 2^-67: all terms are multiples of 2^-149, the
- * least f32, so that sums below 2^-126 are exact. Baseline's replacement of fma relies on this, and checks it for mxfp4.
+ * least f32 (b and M of 2^-91), so that sums below 2^-126 are exact. Baseline's replacement of fma relies on this, and checks it for mxfp4.
  * Every variant gives these bits, for any number of rows, split of strips or split of rows (scales below 2^100 in magnitude).
  * round(I * sw) is computed without a conversion: the bits MAGIC_BITS + I are the float 1.5 * 2^23 + I, and
- * fma(1.5 * 2^23 + I, sw, -1.5 * 2^23 * sw) rounds once, because the last product is exact for scales of up to 21 bits.
+ * fma(1.5 * 2^23 + I, sw, -1.5 * 2^23 * sw) rounds once, because the last product is exact for scales of up to 21 bits. I itself is
+ * (1.5 * 2^23 + I) - 1.5 * 2^23: many processors add in other units than those that multiply, so b costs one product for 32 k, not two.
  *
  * ARITHMETIC of f32, f16, bf16, and of all formats in exact mode (f32 activations, weights decoded to f32 as the file says):
  *     acc = 0
@@ -154,18 +161,17 @@ FL_INLINE size_t fl_block_packed(const fl_layout *L) {
 }
 FL_INLINE size_t fl_strip_bytes(const fl_layout *L, int64_t K) { return (size_t)(K / L->block) * fl_block_packed(L); }
 
-/* Scales per tile, and tiles per scale: one of both is 1. */
+/* Scales of a weight per tile, and tiles per scale: one of both is 1. A tile has one group of activations. */
 FL_INLINE int fl_halves(const fl_layout *L) { return L->group == 16 ? 2 : 1; }
 FL_INLINE int fl_group_tiles(const fl_layout *L) { return L->group <= FL_TILE_K ? 1 : L->group / FL_TILE_K; }
 
 /* Prepared activations, integer kinds: | codes: rows x code stride | group records: rows x group stride |. Strides are not powers of
- * two, so that the rows of a block do not fall in the same cache sets. A kind other than f32 and bf16 is the k of a group. Rows of bf16
+ * two, so that the rows of a block do not fall in the same cache sets. The number of the integer kind is the k of its groups. Rows of bf16
  * are followed by zeros: kernels take whole steps of 32 k. */
 enum { FL_KIND_F32 = 0, FL_KIND_BF16 = 1, FL_KIND_INT8 = 32 };
-FL_INLINE int fl_act_group(const fl_layout *L) { return L->group < FL_KIND_INT8 ? FL_KIND_INT8 : L->group; }
 typedef struct {
     float scale;    /* sx */
-    int32_t sum[2]; /* sums of the codes: of the first and third ... 16 k, of the second and fourth ... */
+    int32_t sum[2]; /* sums of the codes: of the first 16 k, of the other 16 */
     float scaled;   /* round(sx * (sum[0] + sum[1])) */
 } fl_group;
 FL_INLINE size_t fl_code_stride(int64_t K) { return (size_t)((K + 63) / 64 * 64 + 64); }

@@ -4,7 +4,7 @@
  *
  * A weight [N][K] is packed once (pack.c) in strips of FL_STRIP output rows, each strip contiguous and group after group, so that a
  * thread that owns strips [a, b) streams one range of memory. Activations are first brought to the form that the weight's
- * format wants (fl_prepare): int8 codes per (row, group) with f32 scales and group sums for block formats, bf16 rows for bf16 weights
+ * format wants (fl_prepare): int8 codes with an f32 scale and a sum for each 32 of a row for block formats, bf16 rows for bf16 weights
  * where the variant has an instruction for them, plain f32 rows for the other 16- and 32-bit weights and for the exact mode. Inner sums
  * over a group are exact integers; the outer sum is f32, ascending groups, one fixed order for any number of rows, threads and for
  * every variant.

@@ -69,21 +69,28 @@ static float dot_int8(const fl_weight *w, int n, const int8_t *codes, const floa
         const uint8_t *head = strip + (size_t)(k0 / L->block) * fl_block_packed(L);
         const uint8_t *tile = head + L->head + k0 % L->block / FL_TILE_K * fl_tile_bytes(L);
         float sw, mw;
-        int32_t I = 0, S = 0;
+        float b = 0.0f, M = 0.0f;
         fl_scales(L, head, tile, r, k0 % FL_TILE_K * fl_halves(L) / FL_TILE_K, &sw, &mw);
-        for (int k = k0; k < k0 + L->group; k++) {
-            const uint8_t *of_k = tile + (k / FL_TILE_K - k0 / FL_TILE_K) * fl_tile_bytes(L);
-            I += (fl_code(L, of_k, r, k % FL_TILE_K) - L->zero) * codes[k];
-            S += codes[k];
+        for (int part = k0; part < k0 + L->group; part += FL_KIND_INT8, tile += fl_tile_bytes(L)) {
+            const float scale = sx[part / FL_KIND_INT8];
+            int32_t I = 0, S = 0;
+            for (int k = part; k < part + FL_KIND_INT8 && k < k0 + L->group; k++) {
+                I += (fl_code(L, tile, r, k % FL_TILE_K) - L->zero) * codes[k];
+                S += codes[k];
+            }
+            if (L->group > FL_KIND_INT8) b = fl_fma((float)I, scale, b);
+            else
+                acc = fl_fma((float)I * sw, scale, acc);
+            M = part == k0 ? scale * (float)S : M + scale * (float)S;
         }
-        const float scale = sx[k0 / fl_act_group(L)];
-        acc = fl_fma((float)I * sw, scale, acc);
-        if (L->minimum) acc = fl_fma(mw, scale * (float)S, acc);
+        if (L->group > FL_KIND_INT8) acc = fl_fma(b, sw, acc);
+        if (L->minimum) acc = fl_fma(mw, M, acc);
     }
     return acc;
 }
 
-static void quantise(const float *x, int K, int group, int8_t *codes, float *sx) {
+static void quantise(const float *x, int K, int8_t *codes, float *sx) {
+    enum { group = FL_KIND_INT8 };
     for (int k0 = 0; k0 < K; k0 += group) {
         float amax = 0.0f;
         int finite = 1;
@@ -102,7 +109,7 @@ void fl_linear_reference(const fl_weight *w, const float *x, int T, const float 
     int8_t *codes = malloc((size_t)w->K + 4);
     for (int t = 0; t < T && floats && codes; t++) {
         const float *row = x + (size_t)t * (size_t)w->K;
-        if (kind >= FL_KIND_INT8) quantise(row, w->K, fl_act_group(&FL_LAYOUT[w->layout]), codes, floats);
+        if (kind >= FL_KIND_INT8) quantise(row, w->K, codes, floats);
         for (int n = 0; n < w->N; n++) {
             float v = kind == FL_KIND_F32    ? dot_f32(w, n, row, floats)
                       : kind == FL_KIND_BF16 ? dot_bf16(w, n, row)

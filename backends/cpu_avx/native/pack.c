@@ -31,7 +31,7 @@ size_t fl_source_bytes(int layout, int64_t N, int64_t K) {
 
 int fl_prepare_kind(int layout, int exact, int bf16) {
     if (layout == FL_BF16 && bf16 && !exact) return FL_KIND_BF16;
-    return exact || layout >= FL_BLOCK_LAYOUTS ? FL_KIND_F32 : fl_act_group(&FL_LAYOUT[layout]);
+    return exact || layout >= FL_BLOCK_LAYOUTS ? FL_KIND_F32 : FL_KIND_INT8;
 }
 
 size_t fl_linear_scratch(void) { return FL_LINEAR_SCRATCH; }

@@ -177,16 +177,14 @@ typedef struct {
 } vsum;
 FL_INLINE vsum vsum_of(vf a) { return (vsum){_mm_cvtps_pd(a), _mm_cvtps_pd(_mm_movehl_ps(a, a))}; }
 FL_INLINE vf vsum_float(vsum s) { return _mm_movelh_ps(_mm_cvtpd_ps(s.low), _mm_cvtpd_ps(s.high)); }
-static __attribute__((noinline, cold)) vsum vsum_fma_to_odd(vf a, float b, vsum c) {
-    float x[4], y[4];
-    vf_store(x, a), vf_store(y, vsum_float(c));
-    for (int i = 0; i < 4; i++) y[i] = fl_fma(x[i], b, y[i]);
+static __attribute__((noinline, cold)) vsum vsum_fma_to_odd(vsum a, vsum b, vsum c) {
+    float w[4], x[4], y[4];
+    vf_store(w, vsum_float(a)), vf_store(x, vsum_float(b)), vf_store(y, vsum_float(c));
+    for (int i = 0; i < 4; i++) y[i] = fl_fma(w[i], x[i], y[i]);
     return vsum_of(vf_load(y));
 }
-FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
-    const __m128d factor = _mm_set1_pd((double)b);
-    const vsum x = vsum_of(a);
-    const __m128d low = _mm_add_pd(_mm_mul_pd(x.low, factor), c.low), high = _mm_add_pd(_mm_mul_pd(x.high, factor), c.high);
+FL_INLINE vsum vsum_fma_f64(vsum a, vsum b, vsum c, int tiny) {
+    const __m128d low = _mm_add_pd(_mm_mul_pd(a.low, b.low), c.low), high = _mm_add_pd(_mm_mul_pd(a.high, b.high), c.high);
     const __m128 tail = _mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88);
     __m128i odd = _mm_cmpeq_epi32(_mm_slli_epi32(_mm_castps_si128(tail), 3), _mm_set1_epi32(INT32_MIN));
     const __m128 f = _mm_cvtpd_ps(low), g = _mm_cvtpd_ps(high);
@@ -197,6 +195,11 @@ FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
     if (__builtin_expect(_mm_movemask_epi8(odd), 0)) return vsum_fma_to_odd(a, b, c);
     return (vsum){_mm_cvtps_pd(f), _mm_cvtps_pd(g)};
 }
+FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
+    const __m128d factor = _mm_set1_pd((double)b);
+    return vsum_fma_f64(vsum_of(a), (vsum){factor, factor}, c, tiny);
+}
+FL_INLINE vsum vsum_scaled(vsum a, vf b, vsum c) { return vsum_fma_f64(a, vsum_of(b), c, 0); }
 FL_INLINE vf vf_bf16s(const uint8_t *p) {
     return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p)));
 }
@@ -249,6 +252,7 @@ FL_INLINE vf vf_scaled(vi sum, vf sw, vf msw) {
     (void)msw;
     return vf_mul(vf_ints(sum), sw);
 }
+FL_INLINE vf vf_exact(vi sum) { return vf_ints(sum); }
 
 #else
 /* ---- plain C ------------------------------------------------------------------------------------------------------------ */
@@ -373,8 +377,10 @@ FL_INLINE vf dot2_bf16(vf acc, vb a, vb b) {
 /* round(I * sw) of sums I that are kept as FL_SUM_BITS + I; msw = -FL_MAGIC * sw */
 #define FL_SUM_BITS FL_MAGIC_BITS
 FL_INLINE vf vf_scaled(vi magic_sum, vf sw, vf msw) { return vf_fma(vf_bits(magic_sum), sw, msw); }
+/* I */
+FL_INLINE vf vf_exact(vi magic_sum) { return vf_add(vf_bits(magic_sum), vf_set1(-FL_MAGIC)); }
 
-/* acc = fma(a, b, acc) with one b for all lanes */
+/* c = fma(a, b, c), with one b for all lanes or one for each */
 typedef vf vsum;
 FL_INLINE vsum vsum_of(vf a) { return a; }
 FL_INLINE vf vsum_float(vsum s) { return s; }
@@ -382,6 +388,7 @@ FL_INLINE vsum vsum_fma(vf a, float b, vsum c, int tiny) {
     (void)tiny;
     return vf_fma(a, vf_set1(b), c);
 }
+FL_INLINE vsum vsum_scaled(vsum a, vf b, vsum c) { return vf_fma(a, b, c); }
 #endif
 
 #endif

@@ -44,8 +44,9 @@ typedef char scratch_is_large_enough[sizeof(scratch_space) <= FL_LINEAR_SCRATCH 
 
 /* ---- activations ------------------------------------------------------------------------------------------------------ */
 
-/* One group of `size` values: codes and record. The largest magnitude is found in integers, so that NaN and infinity come out on top. */
-FL_INLINE void quantise_group(const float *x, const int size, int8_t *codes, fl_group *g) {
+/* One group of 32 values: codes and record. The largest magnitude is found in integers, so that NaN and infinity come out on top. */
+FL_INLINE void quantise_group(const float *x, int8_t *codes, fl_group *g) {
+    enum { size = FL_KIND_INT8 };
     int32_t sum[2] = {0, 0};
     uint32_t top = 0;
 #if FL_LANES > 4 && !defined(FL_PLAIN_C)
@@ -71,16 +72,13 @@ FL_INLINE void quantise_group(const float *x, const int size, int8_t *codes, fl_
     }
     const float inverse = amax < 0x1p-60f ? 0.0f : 127.0f / amax;
 #if FL_LANES > 4 && !defined(FL_PLAIN_C)
-    __m256i sums = _mm256_setzero_si256();
-    for (int at = 0; at < size; at += 32) {
-        __m256i c[4];
-        UNROLL for (int i = 0; i < 4; i++) c[i] =
-            _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at + 8 * i), _mm256_set1_ps(inverse)));
-        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
-        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        _mm256_storeu_si256((__m256i *)(codes + at), _mm256_permutevar8x32_epi32(bytes, order));
-        sums = _mm256_add_epi32(sums, _mm256_hadd_epi32(_mm256_add_epi32(c[0], c[1]), _mm256_add_epi32(c[2], c[3])));
-    }
+    __m256i c[4];
+    UNROLL for (int i = 0; i < 4; i++) c[i] =
+        _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse)));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, order));
+    const __m256i sums = _mm256_hadd_epi32(_mm256_add_epi32(c[0], c[1]), _mm256_add_epi32(c[2], c[3]));
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)); /* a a b b */
     s = _mm_hadd_epi32(s, s);
     sum[0] = _mm_cvtsi128_si32(s), sum[1] = _mm_extract_epi32(s, 1);
@@ -88,7 +86,7 @@ FL_INLINE void quantise_group(const float *x, const int size, int8_t *codes, fl_
     for (int i = 0; i < size; i++) { /* adding 1.5 * 2^23 rounds to an integer, half to even */
         const int32_t code = (int32_t)(fl_float_bits(x[i] * inverse + FL_MAGIC) - FL_MAGIC_BITS);
         codes[i] = (int8_t)code;
-        sum[i / 16 % 2] += code;
+        sum[i / 16] += code;
     }
 #endif
     g->scale = amax / 127.0f;
@@ -106,10 +104,8 @@ static void prepare(fl_acts *a, const float *x, size_t ldx, int row0, int row1) 
         else if (a->kind == FL_KIND_BF16)
             FL_NAME(fl_to_bf16)(in, a->K, fl_bf16s(a, row));
 #endif
-        else if (a->kind == 32)
-            for (int k = 0; k < a->K; k += 32) quantise_group(in + k, 32, codes + k, record++);
         else
-            for (int k = 0; k < a->K; k += a->kind) quantise_group(in + k, a->kind, codes + k, record++);
+            for (int k = 0; k < a->K; k += FL_KIND_INT8) quantise_group(in + k, codes + k, record++);
     }
 }
 
@@ -120,7 +116,7 @@ static void store_strip(const fl_target *to, int row0, int rows, int strip, int 
     const int n0 = strip * FL_STRIP, count = N - n0 < FL_STRIP ? N - n0 : FL_STRIP;
     if (to->codes) {
         for (int r = 0; r < rows; r++)
-            quantise_group(acc[r], FL_STRIP, fl_codes(to->codes, row0 + r) + n0, fl_groups(to->codes, row0 + r) + strip);
+            quantise_group(acc[r], fl_codes(to->codes, row0 + r) + n0, fl_groups(to->codes, row0 + r) + strip);
         return;
     }
     for (int r = 0; r < rows; r++) {
@@ -145,9 +141,10 @@ static void add_bias(const float *bias, int rows, int strip, int N, float (*acc)
             for (int n = 0; n < count; n++) acc[r][n] += bias[n0 + n];
 }
 
-/* ---- integer sums of one group ------------------------------------------------------------------------------------------ */
+/* ---- integer sums of one tile -------------------------------------------------------------------------------------------- */
 
-/* sum[r][v] = FL_SUM_BITS - zero * (sum of x over the group), for R rows and NV vectors: what tile_sums adds the products to. */
+/* sum[r][v] = FL_SUM_BITS - zero * (sum of x over the tile, or over one half of it for groups of 16), for R rows and NV vectors: what
+ * tile_sums adds the products to. */
 PART void start_sums(const fl_layout *L, const int R, const int NV, const int half, const fl_group *record, size_t ldr,
                      vi sum[DIRECT][4]) {
     const int zero = zero_of(L);
@@ -156,62 +153,6 @@ PART void start_sums(const fl_layout *L, const int R, const int NV, const int ha
         const int32_t start = FL_SUM_BITS - zero * (L->group == 16 ? s[half] : s[0] + s[1]);
         UNROLL for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(start);
     }
-}
-
-/* sum[r][v] += sum of q * x over a tile, or over one half of it for groups of 16, for R rows and NV vectors from v0.
- * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. ahead: asked for meanwhile, as many
- * bytes as a packed tile has; NULL: nothing. */
-PART void tile_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
-                    const int v0, const int8_t *x, size_t ldx, vi sum[DIRECT][4], const uint8_t *ahead) {
-    const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps, all = (fl_tile_bytes(L) + 63) / 64;
-#define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
-#define ASK(j)                                                                                                                 \
-    if (ahead) UNROLL for (int i = all * (j) / 8; i < all * ((j) + 1) / 8; i++) __builtin_prefetch(ahead + 64 * i, 0, 3)
-#if FL_WIDEN
-    if (L->is_signed) {
-        UNROLL for (int j = first; j < first + steps; j++) {
-            vb w[4], m[4];
-            ASK(j);
-            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v), m[v] = vb_abs(w[v]);
-            UNROLL for (int r = 0; r < R; r++) {
-                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
-                UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
-                    vi_add(sum[r][v], vi_pairs16(dot2_u8i8(m[v], vb_sign(xs, w[v]))));
-            }
-        }
-        return;
-    }
-    const int run = L->top <= 15 ? 8 : L->top <= 31 ? 4 : 2, flush = run < steps ? run : steps; /* 2 * 127 * top * run < 2^15 */
-    UNROLL for (int f = first; f < first + steps; f += flush) {
-        vi part[DIRECT][4];
-        UNROLL for (int j = f; j < f + flush; j++) {
-            vb w[4];
-            ASK(j);
-            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
-            UNROLL for (int r = 0; r < R; r++) {
-                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
-                UNROLL for (int v = 0; v < NV; v++) {
-                    const vi products = dot2_u8i8(w[v], xs);
-                    part[r][v] = j == f ? products : vi_add16(part[r][v], products);
-                }
-            }
-        }
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
-            vi_add(sum[r][v], vi_pairs16(part[r][v]));
-    }
-#else
-    UNROLL for (int j = first; j < first + steps; j++) {
-        vb w[4];
-        ASK(j);
-        UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
-        UNROLL for (int r = 0; r < R; r++) {
-            const vb xs = vb_bcast4(x + r * ldx + 4 * j);
-            UNROLL for (int v = 0; v < NV; v++) sum[r][v] = dot4_u8i8(sum[r][v], w[v], xs);
-        }
-    }
-#endif
-#undef WEIGHTS
-#undef ASK
 }
 
 /* ---- few rows ------------------------------------------------------------------------------------------------------------ */
@@ -252,23 +193,32 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
         convert_head(L, head, dm);
         if (alone) UNROLL for (int at = 0; at < L->head; at += 64) __builtin_prefetch(head + PREFETCH + at, 0, 3);
         p += L->head;
-        for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record++) {
+        for (int t = 0; t < tiles; t += group, p += group * tile_bytes, x += group * FL_TILE_K, record += group) {
             UNROLL for (int half = 0; half < fl_halves(L); half++) UNROLL_COLUMNS for (int v0 = 0; v0 < VECTORS; v0 += NV) {
                 vi sum[DIRECT][4];
-                start_sums(L, R, NV, half, record, ldr, sum);
+                vsum part[DIRECT][4]; /* b of layouts.h */
+                if (group > 1)
+                    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) part[r][v] = vsum_of(vf_zero());
                 for (int i = 0; i < group; i++) {
                     const uint8_t *tile = p + i * tile_bytes;
+                    start_sums(L, R, NV, half, record + i, ldr, sum);
                     if (!alone && half == 0 && v0 == 0)
                         for (int at = 0; at < lines; at++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
                     tile_sums(L, 1, R, NV, tile, half, v0, x + i * FL_TILE_K, ldx, sum,
                               alone && v0 == 0 ? tile + PREFETCH : NULL);
+                    if (group > 1)
+                        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) part[r][v] =
+                            add_part(sum[r][v], record + r * ldr + i, part[r][v]);
                 }
                 UNROLL for (int v = 0; v < NV; v++) {
                     vf sw, mw;
                     scales_of(L, head, dm, p, half, v0 + v, &sw, &mw);
                     const vf msw = vf_mul(sw, vf_set1(-FL_MAGIC));
                     UNROLL for (int r = 0; r < R; r++) {
-                        acc[r][v0 + v] = add_group(L, sum[r][v], sw, msw, mw, record + r * ldr, half, acc[r][v0 + v]);
+                        vsum *to_acc = &acc[r][v0 + v];
+                        const fl_group *first = record + r * ldr;
+                        *to_acc = group > 1 ? add_wide(L, part[r][v], sw, mw, first, *to_acc)
+                                            : add_group(L, sum[r][v], sw, msw, mw, first, half, *to_acc);
                     }
                 }
             }
@@ -316,33 +266,60 @@ KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, 
 KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chunk *c, const int8_t *x, size_t ldx,
                            const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
     enum { NV = 2 };
-    const int group = fl_group_tiles(L);
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
         vsum sums[4][NV];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
             vsum_of(vf_load(acc[r] + FL_LANES * (v0 + v)));
-        for (int t = 0; t < tiles; t += group) {
+        for (int t = 0; t < tiles; t++) {
             if (v0 == 0)
-                for (int i = 0; i < lines * group; i++, next += 64) __builtin_prefetch(next, 0, 3);
+                for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 3);
             UNROLL for (int half = 0; half < fl_halves(L); half++) {
-                const int g = t / group * fl_halves(L) + half;
-                const fl_group *first = record + t / group;
+                const int g = t * fl_halves(L) + half;
                 vi sum[DIRECT][4];
-                start_sums(L, R, NV, half, first, ldr, sum);
-                if (group == 1) tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum, NULL);
-                else /* without this case, compilers keep the sums of the loop in memory */
-                    for (int i = t; i < t + group; i++)
-                        tile_sums(L, 0, R, NV, c->codes[i], half, v0, x + FL_TILE_K * i, ldx, sum, NULL);
+                start_sums(L, R, NV, half, record + t, ldr, sum);
+                tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum, NULL);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
                     const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
                     UNROLL for (int r = 0; r < R; r++) sums[r][v] =
-                        add_group(L, sum[r][v], sw, msw, mw, first + r * ldr, half, sums[r][v]);
+                        add_group(L, sum[r][v], sw, msw, mw, record + t + r * ldr, half, sums[r][v]);
                 }
             }
         }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++)
             vf_store(acc[r] + FL_LANES * (v0 + v), vsum_float(sums[r][v]));
+    }
+}
+
+/* The same for weights in wide groups. All f32 sums wait in memory: those of a tile leave them no registers. One flat loop: inside of two,
+ * compilers spread the sums of a tile. */
+KERNEL void multiply_wide(const fl_layout *L, const int R, int tiles, const chunk *c, const int8_t *x, size_t ldx,
+                          const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
+    enum { NV = 2 };
+    const int group = fl_group_tiles(L);
+    for (int v0 = 0; v0 < VECTORS; v0 += NV) {
+        _Alignas(64) float part[4][NV][FL_LANES] = {{{0}}}; /* b of layouts.h */
+        for (int t = 0; t < tiles; t++) {
+            vi sum[DIRECT][4];
+            if (v0 == 0)
+                for (int line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 3);
+            start_sums(L, R, NV, 0, record + t, ldr, sum);
+            tile_sums(L, 0, R, NV, c->codes[t], 0, v0, x + FL_TILE_K * t, ldx, sum, NULL);
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
+                const vsum before = vsum_of(vf_load(part[r][v]));
+                vf_store(part[r][v], vsum_float(add_part(sum[r][v], record + t + r * ldr, before)));
+            }
+            if ((t + 1) % group) continue;
+            UNROLL for (int v = 0; v < NV; v++) {
+                const int n = FL_LANES * (v0 + v), g = t / group;
+                const vf sw = vf_load(c->sw[g] + n), mw = vf_load(c->mw[g] + n);
+                UNROLL for (int r = 0; r < R; r++) {
+                    const vsum b = vsum_of(vf_load(part[r][v])), before = vsum_of(vf_load(acc[r] + n));
+                    vf_store(acc[r] + n, vsum_float(add_wide(L, b, sw, mw, record + t + 1 - group + r * ldr, before)));
+                    vf_store(part[r][v], vf_zero());
+                }
+            }
+        }
     }
 }
 
@@ -361,15 +338,19 @@ KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int 
         packed = next;
         for (int r = 0; r < rows; r += 4, next += 64 * lines * tiles) {
             const int8_t *x = fl_codes(a, row0 + r) + k0;
-            const fl_group *record = fl_groups(a, row0 + r) + k0 / a->kind;
+            const fl_group *record = fl_groups(a, row0 + r) + k0 / FL_KIND_INT8;
             const int n = next < end ? lines : 0;
-            if (rows - r >= 4) multiply_chunk(L, 4, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
-            else if (rows - r == 3)
-                multiply_chunk(L, 3, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
-            else if (rows - r == 2)
-                multiply_chunk(L, 2, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
-            else
-                multiply_chunk(L, 1, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);
+#define MULTIPLY(R)                                                                                                            \
+    if ((rows - r < 4 ? rows - r : 4) == R) {                                                                                  \
+        if (fl_group_tiles(L) > 1) multiply_wide(L, R, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);             \
+        else                                                                                                                   \
+            multiply_chunk(L, R, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);                                   \
+    }
+            MULTIPLY(1)
+            MULTIPLY(2)
+            MULTIPLY(3)
+            MULTIPLY(4)
+#undef MULTIPLY
         }
     }
 }

@@ -5,24 +5,29 @@
  * panels have one row less. The first panel of a chunk is multiplied while the chunk is unpacked. Before, the rows of the block
  * were copied to panels, in the order in which they are read here, so that the processor fetches them ahead out of L2:
  *
- *     chunk of k: | rows 0-5 | rows 6-11 | ...     rows: | group | group | ...
- *     group:      | tile of 32 k: [6 rows][32 codes] | tile | ... | f32 scale [6] | start or scaled [6], for groups of 16 twice |
+ *     chunk of k: | rows 0-5 | rows 6-11 | ...     rows: | 32 k | 32 k | ...
+ *     32 k:       | codes [6 rows][32] | f32 scale [6] | start or scaled [6], for groups of 16 twice |
  *
- * start: FL_SUM_BITS - zero * (sum of the codes), what an integer sum begins with; scaled: round(sx * S), for formats with a minimum.
- * Per group a sum takes two f32 operations beside its multiply-adds, in the same two units: 4 of 20 for groups of 32. The bits are
- * those of layouts.h.
+ * start: FL_SUM_BITS - zero * (sum of the codes), what an integer sum begins with; scaled: for formats with a minimum, round(sx * S), in
+ * wide groups (of 64 weights and more) the sum of these from the group's first on, so that the last one is M. The bits are those of
+ * layouts.h.
+ *
+ * Of the two units that multiply, sixteen multiply-adds of a group of 32 leave four steps to f32 operations: 80 % of the peak is the end.
+ * In wide groups one product for 32 k is enough, another one for the whole group: 86 % for groups of 128. The sums
+ * of the group take the registers there, those of the outputs wait in L1.
  */
 #include "linear_rows.h"
 
 #if FL_LANES == 16 && !defined(FL_AMX)
 
-enum { PANEL_TILE = PANEL_ROWS * FL_TILE_K };
+enum { PANEL_CODES = PANEL_ROWS * FL_TILE_K };
 
-FL_INLINE int group_bytes(const fl_layout *L) { return fl_group_tiles(L) * PANEL_TILE + 4 * PANEL_ROWS * (1 + fl_halves(L)); }
-FL_INLINE int group_size(const fl_layout *L) { return fl_act_group(L); }
+/* Bytes of 32 k of a panel; k of a group that has one scale of weights and whole groups of activations. */
+FL_INLINE int step_bytes(const int halves) { return PANEL_CODES + 4 * PANEL_ROWS * (1 + halves); }
+FL_INLINE int group_size(const fl_layout *L) { return fl_group_tiles(L) * FL_TILE_K; }
 
 int FL_NAME(fl_block_rows)(const fl_layout *L, int rows, int K) {
-    const int panels = PANEL_BYTES / (K / group_size(L) * group_bytes(L)); /* that fit */
+    const int panels = PANEL_BYTES / (K / FL_TILE_K * step_bytes(fl_halves(L))); /* that fit */
     const int most = panels * PANEL_ROWS < MOST_ROWS ? panels * PANEL_ROWS : MOST_ROWS;
     if (!most) return 0;
     const int blocks = (rows + most - 1) / most;
@@ -30,49 +35,58 @@ int FL_NAME(fl_block_rows)(const fl_layout *L, int rows, int K) {
 }
 
 int FL_NAME(fl_same_panels)(const fl_layout *one, const fl_layout *other) {
-    return group_size(one) == group_size(other) && fl_halves(one) == fl_halves(other) && one->minimum == other->minimum &&
-           zero_of(one) == zero_of(other);
+    return fl_halves(one) == fl_halves(other) && one->minimum == other->minimum && zero_of(one) == zero_of(other) &&
+           (!one->minimum || group_size(one) == group_size(other));
 }
 
-/* Groups of a chunk of row r of a panel. codes, g: of the row, at the chunk's first k. */
-KERNEL void copy_row(const int halves, const int minimum, const int tiles, int zero, int groups, int r, const int8_t *codes,
+/* Tiles of a chunk of row r of a panel. group: tiles with one scale of weights. codes, g: of the row, at the chunk's first k. */
+KERNEL void copy_row(const int halves, const int minimum, const int group, int zero, int tiles, int r, const int8_t *codes,
                      const fl_group *g, uint8_t *panel) {
-    for (int i = 0; i < groups; i++, g++, codes += tiles * FL_TILE_K) {
-        uint8_t *to = panel + r * FL_TILE_K;
-        for (int t = 0; t < tiles; t++) memcpy(to + t * PANEL_TILE, codes + t * FL_TILE_K, FL_TILE_K);
-        to = panel + tiles * PANEL_TILE + 4 * r;
+    float before = 0.0f;
+    for (int t = 0; t < tiles; t++, g++, codes += FL_TILE_K, panel += step_bytes(halves)) {
+        uint8_t *to = panel + PANEL_CODES + 4 * r;
+        memcpy(panel + r * FL_TILE_K, codes, FL_TILE_K);
         memcpy(to, &g->scale, 4);
         for (int half = 0; half < halves; half++) {
             const int32_t sum = halves == 2 ? g->sum[half] : g->sum[0] + g->sum[1], start = FL_SUM_BITS - zero * sum;
-            const float scaled = halves == 2 ? g->scale * (float)sum : g->scaled;
+            const float own = halves == 2 ? g->scale * (float)sum : g->scaled, scaled = t % group ? before + own : own;
+            before = scaled;
             memcpy(to + 4 * PANEL_ROWS * (1 + half), minimum ? (const void *)&scaled : (const void *)&start, 4);
         }
-        panel += tiles * PANEL_TILE + 4 * PANEL_ROWS * (1 + halves);
     }
 }
 
+FL_INLINE vf set1_at(const uint8_t *p) {
+    float value;
+    memcpy(&value, p, 4);
+    return vf_set1(value);
+}
+
 /* Sums of the R rows of one panel, from acc, and the groups of one chunk; to acc, or, with the last chunk, to where they go. tiles: of a
- * group. With `packed`, weights of the layout L come from there and are unpacked to the chunk on the way: stores cost little beside
- * multiply-adds, and a tenth of the time of 24 rows in a loop of their own. Else they are in the chunk. */
-KERNEL void multiply_panel(const int R, const int halves, const int minimum, const int tiles, const fl_layout *L, int groups,
-                           chunk *c, const uint8_t *packed, const uint8_t *panel, float (*acc)[FL_STRIP],
-                           const panel_rows *to) {
-    const int steps = FL_TILE_K / 4 / halves;
-    vf sums[PANEL_ROWS][VECTORS];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = vf_load(acc[r] + FL_LANES * v);
+ * group; wide: more than one. With `packed`, weights of the layout L come from there and are unpacked to the chunk on the way: stores cost little
+ * beside multiply-adds, and a tenth of the time of 24 rows in a loop of their own. Else they are in the chunk. */
+KERNEL void multiply_panel(const int R, const int halves, const int minimum, const int wide, const int tiles,
+                           const fl_layout *L, int groups, chunk *c, const uint8_t *packed, const uint8_t *panel,
+                           float (*acc)[FL_STRIP], const panel_rows *to) {
+    const int steps = FL_TILE_K / 4 / halves, step = step_bytes(halves);
+    vf sums[PANEL_ROWS][VECTORS], part[PANEL_ROWS][VECTORS]; /* of outputs; b of layouts.h */
+    if (!wide)
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = vf_load(acc[r] + FL_LANES * v);
     uint8_t *codes = c->codes[0];
     const uint8_t *head = packed, *tile = packed;
     float dm[2 * FL_STRIP];
     if (L) convert_head(L, head, dm), tile += L->head;
     for (int g = 0; g < groups; g++) {
-        const uint8_t *record = panel + tiles * PANEL_TILE;
+        const uint8_t *last = panel + (tiles - 1) * step + PANEL_CODES; /* scales and sums of the last tile */
         UNROLL for (int half = 0; half < halves; half++) {
-            const uint8_t *second = record + 4 * PANEL_ROWS * (1 + half);
-            const int at = g * halves + half;
+            const int at = g * halves + half, second = 4 * PANEL_ROWS * (1 + half);
             vi sum[PANEL_ROWS][VECTORS];
-            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] =
-                vi_set1(minimum ? FL_SUM_BITS : load_i32(second + 4 * r));
-            for (int t = 0; t < tiles; t++) UNROLL for (int j = half * steps; j < (half + 1) * steps; j++) {
+            if (wide) UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) part[r][v] = vf_zero();
+            for (int t = 0; t < tiles; t++) {
+                const uint8_t *x = panel + step * t, *record = x + PANEL_CODES;
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] =
+                    vi_set1(minimum ? FL_SUM_BITS : load_i32(record + second + 4 * r));
+                UNROLL for (int j = half * steps; j < (half + 1) * steps; j++) {
                     vb w[VECTORS];
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         uint8_t *place = codes + TILE * t + FL_LINE * j + VB * v;
@@ -80,23 +94,31 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
                         if (L) vb_store(place, w[v]);
                     }
                     UNROLL for (int r = 0; r < R; r++) {
-                        const vb xs = vb_bcast4((const int8_t *)panel + PANEL_TILE * t + FL_TILE_K * r + 4 * j);
+                        const vb xs = vb_bcast4((const int8_t *)x + FL_TILE_K * r + 4 * j);
                         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = dot4_u8i8(sum[r][v], w[v], xs);
                     }
                 }
+                /* The empty asm keeps loads in order: brought forward over it, as GCC does, they push half of the sums to memory. */
+                if (wide) __asm__ volatile("" ::: "memory");
+                if (wide)
+                    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) part[r][v] =
+                        vf_fma(vf_exact(sum[r][v]), set1_at(record + 4 * r), part[r][v]);
+            }
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 const int n = FL_LANES * v;
                 if (L) unpack_scales(L, head, dm, tile, half, v, at, c);
                 const vf sw = vf_load(c->sw[at] + n), msw = vf_load(c->msw[at] + n), mw = vf_load(c->mw[at] + n);
                 UNROLL for (int r = 0; r < R; r++) {
-                    float sx, scaled;
-                    memcpy(&sx, record + 4 * r, 4), memcpy(&scaled, second + 4 * r, 4);
-                    sums[r][v] = vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(sx), sums[r][v]);
-                    if (minimum) sums[r][v] = vf_fma(mw, vf_set1(scaled), sums[r][v]);
+                    vf y = wide ? vf_fma(part[r][v], sw, vf_load(acc[r] + n))
+                                : vf_fma(vf_scaled(sum[r][v], sw, msw), set1_at(last + 4 * r), sums[r][v]);
+                    if (minimum) y = vf_fma(mw, set1_at(last + second + 4 * r), y);
+                    if (wide) vf_store(acc[r] + n, y);
+                    else
+                        sums[r][v] = y;
                 }
             }
         }
-        codes += TILE * tiles, panel = record + 4 * PANEL_ROWS * (1 + halves);
+        codes += TILE * tiles, panel += step * tiles;
         if (L) {
             tile += tiles * fl_tile_bytes(L);
             if ((g + 1) * tiles % (L->block / FL_TILE_K) == 0) head = tile, tile += L->head;
@@ -104,51 +126,53 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) {
         const int n = FL_LANES * v;
-        if (!to) vf_store(acc[r] + n, sums[r][v]);
+        if (wide && !to) continue;
+        const vf y = wide ? vf_load(acc[r] + n) : sums[r][v];
+        if (!to) vf_store(acc[r] + n, y);
         else
-            vf_store(to->y + r * to->ldy + n, to->add ? vf_add(vf_load(to->add + r * to->ldadd + n), sums[r][v]) : sums[r][v]);
+            vf_store(to->y + r * to->ldy + n, to->add ? vf_add(vf_load(to->add + r * to->ldadd + n), y) : y);
     }
 }
 
 /* Functions per kind of group: what layouts differ in is gone after unpacking. */
 typedef struct {
-    void (*copy)(int tiles, int zero, int groups, int r, const int8_t *codes, const fl_group *g, uint8_t *panel);
+    void (*copy)(int group, int zero, int tiles, int r, const int8_t *codes, const fl_group *g, uint8_t *panel);
     void (*multiply)(int rows, int tiles, int groups, chunk *c, const uint8_t *panel, float (*acc)[FL_STRIP],
                      const panel_rows *to);
 } panel_kind;
-#define PANEL(R, halves, minimum, tiles, layout)                                                                               \
+#define PANEL(R, halves, minimum, wide, tiles, layout)                                                                         \
     case R:                                                                                                                    \
-        multiply_panel(R, halves, minimum, tiles, layout, groups, c, packed, panel, acc, to);                                  \
+        multiply_panel(R, halves, minimum, wide, tiles, layout, groups, c, packed, panel, acc, to);                            \
         break;
-#define PANEL_KIND(name, halves, minimum, constant_tiles)                                                                      \
-    static void name##_copy(int tiles, int zero, int groups, int r, const int8_t *codes, const fl_group *g, uint8_t *panel) {  \
-        copy_row(halves, minimum, constant_tiles ? constant_tiles : tiles, zero, groups, r, codes, g, panel);                  \
+#define PANEL_KIND(name, halves, minimum, wide)                                                                                \
+    static void name##_copy(int group, int zero, int tiles, int r, const int8_t *codes, const fl_group *g, uint8_t *panel) {   \
+        copy_row(halves, minimum, wide ? group : 1, zero, tiles, r, codes, g, panel);                                          \
     }                                                                                                                          \
     static void name##_multiply(int rows, int tiles, int groups, chunk *c, const uint8_t *panel, float (*acc)[FL_STRIP],       \
                                 const panel_rows *to) {                                                                        \
-        const int t = constant_tiles ? constant_tiles : tiles;                                                                 \
+        const int t = wide ? tiles : 1;                                                                                        \
         const uint8_t *packed = NULL;                                                                                          \
         switch (rows) {                                                                                                        \
-            PANEL(1, halves, minimum, t, NULL)                                                                                 \
-            PANEL(2, halves, minimum, t, NULL)                                                                                 \
-            PANEL(3, halves, minimum, t, NULL)                                                                                 \
-            PANEL(4, halves, minimum, t, NULL)                                                                                 \
-            PANEL(5, halves, minimum, t, NULL)                                                                                 \
-            PANEL(6, halves, minimum, t, NULL)                                                                                 \
+            PANEL(1, halves, minimum, wide, t, NULL)                                                                           \
+            PANEL(2, halves, minimum, wide, t, NULL)                                                                           \
+            PANEL(3, halves, minimum, wide, t, NULL)                                                                           \
+            PANEL(4, halves, minimum, wide, t, NULL)                                                                           \
+            PANEL(5, halves, minimum, wide, t, NULL)                                                                           \
+            PANEL(6, halves, minimum, wide, t, NULL)                                                                           \
         }                                                                                                                      \
     }                                                                                                                          \
     static const panel_kind name = {name##_copy, name##_multiply};
-PANEL_KIND(groups_of_16, 2, 0, 1)
-PANEL_KIND(groups_of_16_minimum, 2, 1, 1)
-PANEL_KIND(groups_of_32, 1, 0, 1)
-PANEL_KIND(groups_of_32_minimum, 1, 1, 1)
-PANEL_KIND(large_groups, 1, 0, 0)
-PANEL_KIND(large_groups_minimum, 1, 1, 0)
+PANEL_KIND(groups_of_16, 2, 0, 0)
+PANEL_KIND(groups_of_16_minimum, 2, 1, 0)
+PANEL_KIND(groups_of_32, 1, 0, 0)
+PANEL_KIND(groups_of_32_minimum, 1, 1, 0)
+PANEL_KIND(wide_groups, 1, 0, 1)
+PANEL_KIND(wide_groups_minimum, 1, 1, 1)
 
 static const panel_kind *kind_of(const fl_layout *L) {
     if (L->group == 16) return L->minimum ? &groups_of_16_minimum : &groups_of_16;
     if (L->group == 32) return L->minimum ? &groups_of_32_minimum : &groups_of_32;
-    return L->minimum ? &large_groups_minimum : &large_groups;
+    return L->minimum ? &wide_groups_minimum : &wide_groups;
 }
 
 /* Where panel p of `rows` rows begins: panels differ by one row at most. */
@@ -156,17 +180,17 @@ FL_INLINE int first_of(int p, int rows, int count) { return p * rows / count; }
 
 void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels) {
     const panel_kind *kind = kind_of(L);
-    const int size = group_size(L), count = (rows + PANEL_ROWS - 1) / PANEL_ROWS, bytes = group_bytes(L);
+    const int count = (rows + PANEL_ROWS - 1) / PANEL_ROWS, bytes = step_bytes(fl_halves(L));
     for (int p = 0; p < count; p++)
         for (int row = first_of(p, rows, count); row < first_of(p + 1, rows, count);
              row++) { /* whole rows are read in order, too */
             uint8_t *chunk_start = panels;
             for (int k0 = 0; k0 < a->K; k0 += CHUNK) {
-                const int groups = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / size;
-                uint8_t *panel = chunk_start + (size_t)(p * groups * bytes);
-                kind->copy(fl_group_tiles(L), zero_of(L), groups, row - first_of(p, rows, count), fl_codes(a, row0 + row) + k0,
-                           fl_groups(a, row0 + row) + k0 / size, panel);
-                chunk_start += (size_t)(count * groups * bytes);
+                const int tiles = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / FL_TILE_K;
+                uint8_t *panel = chunk_start + (size_t)(p * tiles * bytes);
+                kind->copy(fl_group_tiles(L), zero_of(L), tiles, row - first_of(p, rows, count), fl_codes(a, row0 + row) + k0,
+                           fl_groups(a, row0 + row) + k0 / FL_TILE_K, panel);
+                chunk_start += (size_t)(count * tiles * bytes);
             }
         }
 }
@@ -177,11 +201,11 @@ void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int
                                float (*acc)[FL_STRIP], const panel_rows *to) {                                                 \
         const fl_layout *L = &FL_LAYOUT[layout];                                                                               \
         switch (rows) {                                                                                                        \
-            PANEL(4, fl_halves(L), L->minimum, fl_group_tiles(L), L)                                                           \
-            PANEL(5, fl_halves(L), L->minimum, fl_group_tiles(L), L)                                                           \
-            PANEL(6, fl_halves(L), L->minimum, fl_group_tiles(L), L)                                                           \
+            PANEL(4, fl_halves(L), L->minimum, L->group > FL_TILE_K, fl_group_tiles(L), L)                                     \
+            PANEL(5, fl_halves(L), L->minimum, L->group > FL_TILE_K, fl_group_tiles(L), L)                                     \
+            PANEL(6, fl_halves(L), L->minimum, L->group > FL_TILE_K, fl_group_tiles(L), L)                                     \
         default: /* a remainder */                                                                                             \
-            unpack_chunk(L, 0, packed, groups * fl_act_group(L) / FL_TILE_K, c);                                               \
+            unpack_chunk(L, 0, packed, groups * fl_group_tiles(L), c);                                                         \
             kind_of(L)->multiply(rows, fl_group_tiles(L), groups, c, panel, acc, to);                                          \
         }                                                                                                                      \
     }
@@ -227,7 +251,7 @@ void FL_NAME(fl_sum_panels)(const fl_weight *w, int rows, int strip, const uint8
         const size_t size = (size_t)(depth / L->block) * fl_block_packed(L);
         const uint8_t *next = packed + size, *end = next + size; /* the next chunk is asked for while this one is used */
         const size_t step = (size / 64 + (size_t)count) / (size_t)count * 64;
-        for (int p = 0; p < count; p++, panels += groups * group_bytes(L)) {
+        for (int p = 0; p < count; p++, panels += depth / FL_TILE_K * step_bytes(fl_halves(L))) {
             const int row = first_of(p, rows, count), own = first_of(p + 1, rows, count) - row;
             panel_rows place;
             for (size_t line = 0; line < step && next < end; line += 64, next += 64) __builtin_prefetch(next, 0, 3);

@@ -8,10 +8,10 @@
  *     rows  0-15      C 0            C 1            A 4: rows 0-15   A 5: rows 16-31
  *     rows 16-31      C 2            C 3            B 6: outputs 0-15   B 7: outputs 16-31
  *
- * Block formats: codes are unpacked signed (code - zero), so an integer sum needs no correction. C begins with FL_SUM_BITS, is stored at
- * the end of a group, and becomes f32 while the tiles work on the next one: some rows after each step, since a processor overlaps what
- * is close together. Integer sums are exact and the f32 operations are those of layouts.h, so the bits are those of every variant.
- * With groups of 32 or 16 a tile holds 8 or 4 lines and the f32 operations are the limit (a quarter of the peak at best).
+ * Block formats: codes are unpacked signed (code - zero), so an integer sum needs no correction. C begins with FL_SUM_BITS, is stored, and
+ * becomes f32 while the tiles work on the next one. Integer sums are exact and the f32 operations are those of layouts.h, so the bits are
+ * those of every variant. Activations have a scale for each 32 k, so a tile holds 8 lines, or 4 for weights in groups of 16, and the f32
+ * operations are the limit (a quarter of the peak at best).
  *
  * bf16: C tiles are the f32 sums of 16 x 16 outputs and stay in f32 from block to block; acc = TILE_DOT_BF16 over 32 k each, ascending. A
  * row alone takes the same instruction, so its bits are the same.
@@ -28,6 +28,7 @@ enum { PAIR = 32, PADDED = CHUNK + 64, LINE = 4 * FL_STRIP };
 typedef struct {
     int k_bytes;                                   /* of an A tile as configured now, 0: not configured */
     _Alignas(64) int32_t sums[2][4][16][16];       /* C tiles of this step and of the one before */
+    _Alignas(64) float part[PAIR][FL_STRIP];       /* b of layouts.h, of the rows of a pair */
     _Alignas(64) uint8_t pairs[CHUNK / 2][LINE];   /* bf16 weights: [pair of k][32 outputs][2 k] */
     _Alignas(64) uint8_t padded[PAIR][2 * PADDED]; /* rows of the last pair of tiles, zeros behind them */
 } tile_space;
@@ -71,25 +72,33 @@ static const uint8_t *rows_of_pair(tile_space *s, const uint8_t *x, size_t ldx, 
 
 /* ---- block formats ------------------------------------------------------------------------------------------------------------ */
 
-/* The f32 part of a group for 32 rows at most: C tiles, and what they are scaled with and added to. */
+/* The f32 part of a tile for 32 rows at most: C tiles, and what they are scaled with and added to. tile: of a wide group. */
 typedef struct {
-    int rows, half;
+    int rows, half, tile;
     int32_t (*sums)[16][16];
     const float *sw, *msw, *mw; /* [32 outputs] */
-    const fl_group *record;     /* of the first row, ldr apart */
+    const fl_group *record;     /* of the first row and the first tile of the group; rows are ldr apart */
     size_t ldr;
-    float (*acc)[FL_STRIP];
+    float (*acc)[FL_STRIP], (*part)[FL_STRIP];
 } pending;
 
-KERNEL void finish_rows(const fl_layout *L, const pending *p, int from, int to) {
-    to = to < p->rows ? to : p->rows;
+KERNEL void finish_rows(const fl_layout *L, const pending *p) {
+    const int wide = fl_group_tiles(L) > 1, last = p->tile + 1 == fl_group_tiles(L);
     for (int v = 0; v < VECTORS; v++) {
         const int n = FL_LANES * v;
         const vf sw = vf_load(p->sw + n), msw = vf_load(p->msw + n), mw = vf_load(p->mw + n);
-        for (int r = from; r < to; r++) {
-            float *acc = p->acc[r] + n;
+        for (int r = 0; r < p->rows; r++) {
+            float *acc = p->acc[r] + n, *part = p->part[r] + n;
+            const fl_group *record = p->record + (size_t)r * p->ldr;
             const vi sum = vi_load(p->sums[2 * (r / 16) + v][r % 16]);
-            vf_store(acc, add_group(L, sum, sw, msw, mw, p->record + (size_t)r * p->ldr, p->half, vf_load(acc)));
+            if (!wide) {
+                vf_store(acc, add_group(L, sum, sw, msw, mw, record, p->half, vf_load(acc)));
+                continue;
+            }
+            const vf b = add_part(sum, record + p->tile, p->tile ? vf_load(part) : vf_zero());
+            if (last) vf_store(acc, add_wide(L, b, sw, mw, record, vf_load(acc)));
+            else
+                vf_store(part, b);
         }
     }
 }
@@ -98,7 +107,7 @@ KERNEL void finish_rows(const fl_layout *L, const pending *p, int from, int to) 
 KERNEL void sum_tiles(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, tile_space *s,
                       chunk *c, float (*acc)[FL_STRIP]) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const int group = L->group, k_bytes = group < 64 ? group : 64, steps = group / k_bytes, halves = fl_halves(L);
+    const int halves = fl_halves(L), k_bytes = FL_TILE_K / halves, tiles = fl_group_tiles(L);
     const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K);
     const uint8_t *packed = w->data + (size_t)strip * fl_strip_bytes(L, w->K);
     configure(s, k_bytes);
@@ -114,46 +123,46 @@ KERNEL void sum_tiles(const int layout, const fl_weight *w, const fl_acts *a, in
         if (last < rows) x_last = rows_of_pair(s, x_last, ldx, rows - last, depth, &ld_last);
         pending before = {0};
         int turn = 0;
-        for (int g = 0; g < depth / group; g++) {
-            const uint8_t *b = c->codes[0] + (size_t)g * (size_t)group / 4 * LINE;
-            for (int m = 0; m < rows; m += PAIR, turn ^= 1) {
-                const uint8_t *x = m < last ? (const uint8_t *)fl_codes(a, row0 + m) + k0 : x_last;
-                const size_t ld = m < last ? ldx : ld_last;
-                x += g * group;
-                for (int i = 0; i < 4; i++, next += 64) __builtin_prefetch(next, 0, 2);
-                TILE_LOAD(0, start_line, 0);
-                TILE_LOAD(1, start_line, 0);
-                TILE_LOAD(2, start_line, 0);
-                TILE_LOAD(3, start_line, 0);
-                for (int i = 0; i < steps; i++) {
-                    TILE_LOAD(4, x + i * k_bytes, ld);
-                    TILE_LOAD(6, b + i * k_bytes / 4 * LINE, LINE);
+        for (int g = 0; g < depth / k_bytes / tiles; g++)
+            for (int m = 0; m < rows; m += PAIR)
+                for (int t = 0; t < tiles; t++, turn ^= 1) {
+                    const int k = (g * tiles + t) * k_bytes;
+                    const uint8_t *b = c->codes[0] + (size_t)(k / 4 * LINE);
+                    const uint8_t *x = (m < last ? (const uint8_t *)fl_codes(a, row0 + m) + k0 : x_last) + k;
+                    const size_t ld = m < last ? ldx : ld_last;
+                    for (int i = 0; i < 4; i++, next += 64) __builtin_prefetch(next, 0, 2);
+                    TILE_LOAD(0, start_line, 0);
+                    TILE_LOAD(1, start_line, 0);
+                    TILE_LOAD(2, start_line, 0);
+                    TILE_LOAD(3, start_line, 0);
+                    TILE_LOAD(4, x, ld);
+                    TILE_LOAD(6, b, LINE);
                     TILE_DOT_S8(0, 4, 6);
-                    TILE_LOAD(7, b + i * k_bytes / 4 * LINE + 64, LINE);
+                    TILE_LOAD(7, b + 64, LINE);
                     TILE_DOT_S8(1, 4, 7);
-                    TILE_LOAD(5, x + 16 * ld + i * k_bytes, ld);
+                    TILE_LOAD(5, x + 16 * ld, ld);
                     TILE_DOT_S8(2, 5, 6);
                     TILE_DOT_S8(3, 5, 7);
-                    if (before.rows) finish_rows(L, &before, PAIR * i / steps, PAIR * (i + 1) / steps);
+                    if (before.rows) finish_rows(L, &before);
+                    TILE_STORE(0, s->sums[turn][0], 64);
+                    TILE_STORE(1, s->sums[turn][1], 64);
+                    TILE_STORE(2, s->sums[turn][2], 64);
+                    TILE_STORE(3, s->sums[turn][3], 64);
+                    before = (pending){
+                        .rows = rows - m < PAIR ? rows - m : PAIR,
+                        .half = halves == 2 ? g % 2 : 0,
+                        .tile = t,
+                        .sums = s->sums[turn],
+                        .sw = c->sw[g],
+                        .msw = c->msw[g],
+                        .mw = c->mw[g],
+                        .record = fl_groups(a, row0 + m) + (k0 + g * tiles * k_bytes) / FL_TILE_K,
+                        .ldr = ldr,
+                        .acc = acc + m,
+                        .part = s->part,
+                    };
                 }
-                TILE_STORE(0, s->sums[turn][0], 64);
-                TILE_STORE(1, s->sums[turn][1], 64);
-                TILE_STORE(2, s->sums[turn][2], 64);
-                TILE_STORE(3, s->sums[turn][3], 64);
-                before = (pending){
-                    .rows = rows - m < PAIR ? rows - m : PAIR,
-                    .half = halves == 2 ? g % 2 : 0,
-                    .sums = s->sums[turn],
-                    .sw = c->sw[g],
-                    .msw = c->msw[g],
-                    .mw = c->mw[g],
-                    .record = fl_groups(a, row0 + m) + (k0 + g * group) / a->kind,
-                    .ldr = ldr,
-                    .acc = acc + m,
-                };
-            }
-        }
-        if (before.rows) finish_rows(L, &before, 0, PAIR);
+        if (before.rows) finish_rows(L, &before);
     }
 }
 

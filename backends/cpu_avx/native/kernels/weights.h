@@ -98,15 +98,81 @@ PART void scales_of(const fl_layout *L, const uint8_t *head, const float *dm, co
     }
 }
 
-/* sx * S of one group. */
+/* sx * S of one group of weights, or M of a wide one, whose first group of activations is g. */
 FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
-    return L->group == 16 ? g->scale * (float)g->sum[half] : g->scaled;
+    if (L->group == 16) return g->scale * (float)g->sum[half];
+    float sum = g->scaled;
+    for (int i = 1; i < fl_group_tiles(L); i++) sum += g[i].scaled;
+    return sum;
 }
 
-/* acc after one group: the two fma of layouts.h. */
+/* acc after one group of 16 or 32: the two fma of layouts.h. */
 FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const fl_group *g, int half, vsum acc) {
     acc = vsum_fma(vf_scaled(sum, sw, msw), g->scale, acc, L->scale == FL_SCALE_EXP);
     return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
+}
+
+/* sum[r][v] += sum of q * x over a tile, or over one half of it for groups of 16, for R rows and NV vectors from v0.
+ * packed: tile is a packed tile; else the bytes of one unpacked tile. x: the tile's codes of row 0. ahead: asked for meanwhile, as many
+ * bytes as a packed tile has; NULL: nothing. */
+PART void tile_sums(const fl_layout *L, const int packed, const int R, const int NV, const uint8_t *tile, const int half,
+                    const int v0, const int8_t *x, size_t ldx, vi (*sum)[4], const uint8_t *ahead) {
+    const int steps = FL_TILE_K / 4 / fl_halves(L), first = half * steps, all = (fl_tile_bytes(L) + 63) / 64;
+#define WEIGHTS(j, v) (packed ? codes_of(L, tile, j, v0 + (v)) : vb_load(tile + FL_LINE * (j) + VB * (v0 + (v))))
+#define ASK(j)                                                                                                                 \
+    if (ahead) UNROLL for (int i = all * (j) / 8; i < all * ((j) + 1) / 8; i++) __builtin_prefetch(ahead + 64 * i, 0, 3)
+#if FL_WIDEN
+    if (L->is_signed) {
+        UNROLL for (int j = first; j < first + steps; j++) {
+            vb w[4], m[4];
+            ASK(j);
+            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v), m[v] = vb_abs(w[v]);
+            UNROLL for (int r = 0; r < R; r++) {
+                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+                UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
+                    vi_add(sum[r][v], vi_pairs16(dot2_u8i8(m[v], vb_sign(xs, w[v]))));
+            }
+        }
+        return;
+    }
+    const int run = L->top <= 15 ? 8 : L->top <= 31 ? 4 : 2, flush = run < steps ? run : steps; /* 2 * 127 * top * run < 2^15 */
+    UNROLL for (int f = first; f < first + steps; f += flush) {
+        vi part[6][4];
+        UNROLL for (int j = f; j < f + flush; j++) {
+            vb w[4];
+            ASK(j);
+            UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
+            UNROLL for (int r = 0; r < R; r++) {
+                const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+                UNROLL for (int v = 0; v < NV; v++) {
+                    const vi products = dot2_u8i8(w[v], xs);
+                    part[r][v] = j == f ? products : vi_add16(part[r][v], products);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
+            vi_add(sum[r][v], vi_pairs16(part[r][v]));
+    }
+#else
+    UNROLL for (int j = first; j < first + steps; j++) {
+        vb w[4];
+        ASK(j);
+        UNROLL for (int v = 0; v < NV; v++) w[v] = WEIGHTS(j, v);
+        UNROLL for (int r = 0; r < R; r++) {
+            const vb xs = vb_bcast4(x + r * ldx + 4 * j);
+            UNROLL for (int v = 0; v < NV; v++) sum[r][v] = dot4_u8i8(sum[r][v], w[v], xs);
+        }
+    }
+#endif
+#undef WEIGHTS
+#undef ASK
+}
+
+/* b after 32 k of a wide group, and acc after the whole of it. */
+FL_INLINE vsum add_part(vi sum, const fl_group *g, vsum b) { return vsum_fma(vf_exact(sum), g->scale, b, 0); }
+FL_INLINE vsum add_wide(const fl_layout *L, vsum b, vf sw, vf mw, const fl_group *first, vsum acc) {
+    acc = vsum_scaled(b, sw, acc);
+    return L->minimum ? vsum_fma(mw, scaled_sum(L, first, 0), acc, 0) : acc;
 }
 
 /* The scales of a group, its `at`-th, into the chunk. */
