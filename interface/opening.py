@@ -102,6 +102,8 @@ def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapp
     known = str(_known(place).get(key, "")) if place is not None else ""
     if not known:
         said = _in_child(registry, str(selection), options)
+        if said.get("step") == "close":  # all else is found again here, before anything is computed
+            raise registry.fault(selection.name, "close", str(said.get("text", "")))
         known = f"{selection} in a child{SILENT if said.get('environment_error') else ''}"
         if place is not None and not said.get("step"):  # what did not open today may crash when it does
             _remember(place, key, known)
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("name")
     asked = parser.parse_args()
     answer = Answer(asked.timeout)
-    said = {"step": "open", "text": ""}
+    said, step = {}, "open"
     try:
         registry = BackendRegistry(asked.plugins_file, asked.plugin)
         selection = registry.select(asked.name)
@@ -223,9 +225,11 @@ def main() -> None:
         wrong = self_check(backend)
         said = {"step": "self-test", "text": wrong} if wrong else {}
         if registry.transforms(selection.name):
-            answer.stage("fastllm_transform_graph")
+            step = "fastllm_transform_graph"
+            answer.stage(step)
             registry.transform_graph(tiny_graph(), selection)
-        answer.stage("close")
+        step = "close"
+        answer.stage(step)
         backend.close()
         answer.so_far(said)
         answer.stage("fastllm_environment")
@@ -234,9 +238,9 @@ def main() -> None:
     except NotChecked as error:
         said = {"step": "not tested", "text": str(error)}
     except FastLLMError as error:
-        said["text"] = f"{error.message}{': ' + error.why if error.why else ''}"
+        said = {"step": step, "text": f"{error.message}{': ' + error.why if error.why else ''}"}
     except Exception as error:
-        said["text"] = f"{type(error).__name__}: {error}"
+        said = {"step": step, "text": f"{type(error).__name__}: {error}"}
     answer.end(said)
 
 

@@ -88,6 +88,10 @@ class Asker:
                 if self.guard.reraise and isinstance(exc, BackendBroken):
                     raise
                 entry.probed = exc
+            except Exception as exc:  # an answer that is not what it says it is
+                if self.guard.reraise:
+                    raise
+                entry.probed = broken(entry.candidate, "probe", exc)
             entry.probe_s = time.perf_counter() - started
         if isinstance(entry.probed, FastLLMError):
             raise entry.probed.with_traceback(None)

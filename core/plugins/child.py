@@ -33,7 +33,7 @@ CONTAIN: Final = "FASTLLM_CONTAIN_PLUGINS"
 """0: plug-ins are asked in the process itself, as in a child, which starts none of its own."""
 
 NOISE_BYTES: Final = 1 << 16  # that are kept of what a plug-in prints, the last ones
-ANSWER_BYTES: Final = 1 << 24
+ANSWER_BYTES: Final = 1 << 22  # an answer has some thousand
 SO_FAR: Final = "so far: "  # before the answer that stands if what follows ends the child
 WAIT_S: Final = 2.0
 """Seconds after which somebody is told that a child has not answered."""
@@ -180,6 +180,7 @@ class _Child:
         )
         self.deadline = time.monotonic() + timeout_s
         self._slow_at = time.monotonic() + WAIT_S
+        self._floods = False
         for pipe, take in ((self.process.stdout, self._hear_answer), (self.process.stderr, self._hear_noise)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -189,7 +190,7 @@ class _Child:
         """Whether it answered, ended, or had its time."""
         if self.limit_s > ASK_S and self.so_far() is not None:  # what matters is answered
             self.limit_s, self.deadline = ASK_S, min(self.deadline, time.monotonic() + ASK_S)
-        return self.state() is not None or self.process.poll() is not None or time.monotonic() >= self.deadline
+        return self._floods or self.state() is not None or self.process.poll() is not None or time.monotonic() >= self.deadline
 
     def is_slow(self) -> bool:
         """Once, when it has not answered after WAIT_S."""
@@ -236,7 +237,9 @@ class _Child:
         stage = self.stage
         if state is not None:
             return ChildProbe(self.name, "answered", state, str(state.get("reason", "")), noise, stage)
-        if not exited:
+        if self._floods:
+            outcome, detail = "crashed", f"it answered with more than {ANSWER_BYTES >> 20} MiB"
+        elif not exited:
             outcome, detail = "hung", f"no answer within {self.limit_s:g} s"
         else:
             outcome, detail = "crashed", _ended(self.process.returncode)
@@ -250,6 +253,7 @@ class _Child:
 
     def _hear_answer(self) -> None:
         self._hear(self.process.stdout, self.answer)
+        self._floods = self._floods or len(self.answer) > ANSWER_BYTES
         del self.answer[ANSWER_BYTES:]
 
     def _hear_noise(self) -> None:

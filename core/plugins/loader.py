@@ -235,10 +235,14 @@ def check_spec(candidate: Candidate, spec: BackendSpec) -> None:
     for wrong, why in problems:
         if wrong:
             raise broken(candidate, "load", f"BackendSpec.{why}")
-    for key, option in spec.options.items():
-        valid = isinstance(key, str) and isinstance(option, Option) and option.type in _OPTION_TYPES
+    try:
+        options = list(spec.options.items())
+    except Exception as exc:
+        raise broken(candidate, "load", exc) from exc
+    for key, option in options:
+        valid = isinstance(key, str) and isinstance(option, Option) and option.type in _OPTION_TYPES and isinstance(option.choices, (tuple, list))
         if not valid:
-            raise broken(candidate, "load", f"BackendSpec.options[{key!r}] must be an Option of type int, float, bool or str")
+            raise broken(candidate, "load", f"BackendSpec.options[{key!r:.80}] must be an Option of type int, float, bool or str, with a tuple of choices")
 
 
 def _incompatible(candidate: Candidate, spec: BackendSpec, side: str) -> BackendIncompatible:
@@ -259,6 +263,8 @@ def check_probe(candidate: Candidate, answer: Any) -> Ready:
     """The devices of a probe. Raises BackendUnavailable for Unavailable, BackendBroken for anything else that is not Ready with
     at least one device."""
     if isinstance(answer, Unavailable):
+        if not isinstance(answer.reason, str) or not isinstance(answer.hint, str):
+            raise broken(candidate, "probe", f"Unavailable.reason and .hint must be strings, not {type(answer.reason).__name__} and {type(answer.hint).__name__}")
         raise BackendUnavailable(
             f"{describe(candidate)} cannot be used on this machine",
             who=candidate.who,

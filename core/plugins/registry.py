@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..backend import Backend, BackendSpec
-from ..errors import (
-    BackendBroken,
-    BackendNotFound,
-    BackendUnavailable,
-    FastLLMError,
-    UsageError,
-)
+from ..errors import BackendBroken, BackendNotFound, BackendUnavailable, FastLLMError, UsageError
 from ..graph import Graph
 from .asking import Asker
 from .child import ASK_S, located
@@ -38,6 +32,7 @@ from .report import BackendState, broken, config_options, given_options, state_n
 __all__ = ["BackendRegistry", "Selection"]
 
 PROBE_S: Final = 1.0  # what a probe may take
+
 
 @dataclass(frozen=True)
 class Selection:

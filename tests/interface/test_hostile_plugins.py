@@ -131,6 +131,14 @@ def test_a_plug_in_that_cannot_rewrite_a_graph_is_named_or_set_aside(run, odd, t
     assert json.loads(run("backends", "show", "odd", "--json", "--plugin", odd(TRANSFORM=deed)).out)["state"] == "ready"
 
 
+def test_a_backend_that_cannot_be_closed_is_named_before_it_computes(run, odd, tiny_model):
+    path = odd(OPEN="odd = Odd(); odd.close = lambda: 1 / 0; return odd")
+    done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--backend", "odd")
+    assert done.code == 3
+    assert "backend 'odd' failed to close" in done.err
+    assert "ZeroDivisionError" in done.err
+
+
 @pytest.mark.parametrize("hook", ["REQUIREMENTS", "CASES"])
 @pytest.mark.parametrize(("deed", "why"), [(CRASH, "the process died of SIGSEGV   ("), ("return 5", "int is "), ("return [5]", " is no fastllm.conformance.")])
 def test_hooks_of_the_suite_are_named_by_the_suite_and_by_nobody_else(run, odd, tiny_model, hook, deed, why):

@@ -210,3 +210,25 @@ def test_a_child_that_cannot_be_started_is_an_answer(monkeypatch, contained):
     registry = BackendRegistry(env={**contained, "FASTLLM_DISABLE_PLUGINS": ""})
     assert "no process could be started" in registry.state("opencl_generic").reason
     assert registry.select("auto").name == "cpu_avx"
+
+
+GARBAGE = {
+    "long": ("backends", "@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, API_VERSION, 1, summary='x' * (1 << 25))]", "it answered with more than 4 MiB"),
+    "choices": ("backends", "@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, API_VERSION, 1, options={'a': Option(int, 1, 5)})]", "with a tuple of choices"),
+    "items": ("backends", "@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, API_VERSION, 1, options=type('D', (dict,), {'items': lambda s: 1 / 0})())]", "ZeroDivisionError"),
+    "number": ("probe", "@hookimpl\ndef fastllm_probe(name):\n    return Unavailable(5, object())", "Unavailable.reason and .hint must be strings, not int and object"),
+    "lies": ("probe", "@hookimpl\ndef fastllm_probe(name):\n    return type('R', (), {'__class__': Ready, 'devices': property(lambda s: 1 / 0)})()", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.usefixtures("patient")
+def test_answers_that_are_not_what_they_say_are_broken_plug_ins_in_a_child_and_here(site, env, contained, plugin):
+    for name, (part, text, _) in GARBAGE.items():
+        site.install(plugin(name, **{part: text}), name, f"dist-{name}", module=f"mod_{name}")
+    for where in (contained, env):
+        states = {s.name: s for s in BackendRegistry(env=where).states()}
+        for name, (_, _, why) in GARBAGE.items():
+            if name != "long" or where is contained:  # here it is a text as any other
+                assert states[name].state == "broken"
+                assert why in states[name].reason, states[name]
+        assert states["ref"].state == "ready"
