@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "UNDECIDED",
     "Sampler",
     "bf16_to_f32",
     "decode",
@@ -21,6 +22,8 @@ __all__ = [
     "trim",
     "uniform",
 ]
+
+UNDECIDED: int
 
 def decode(format: str, data: NDArray[np.uint8], count: int) -> NDArray[np.float32]: ...
 def decode_into(format: str, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
@@ -53,7 +56,7 @@ class Sampler:
         mask: NDArray[np.uint32] | None = None,
         portable: bool = False,
     ) -> None: ...
-    def choose(self, logits: NDArray[np.float32]) -> NDArray[np.int32]: ...
+    def choose(self, logits: NDArray[np.float32], held: list[Any] | None = None) -> NDArray[np.int32]: ...
 
 @overload
 def sample(

@@ -7,6 +7,7 @@ reference ops), core/sampling and the prefix cache.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 
 cimport numpy as cnp
 
@@ -18,6 +19,7 @@ from .quant import FORMATS
 cnp.import_array()
 
 __all__ = [
+    "UNDECIDED",
     "Sampler",
     "bf16_to_f32",
     "decode",
@@ -84,6 +86,18 @@ cdef extern from "_select.h" nogil:
     void fl_uniform(uint64_t seed, uint64_t sequence, const uint64_t *position, double *out, int64_t n)
     int fl_sample(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, int32_t *ids)
     int fl_logprobs(const float *logits, int64_t rows, int64_t n, int64_t count, float *largest, double *sums, int32_t *ids)
+
+cdef extern from "_held.h" nogil:
+    enum:
+        FL_UNDECIDED
+        FL_ASK
+    ctypedef struct fl_held:
+        int free
+
+    int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, fl_held *held, int32_t *ids)
+    int32_t fl_held_asked(const fl_held *held)
+    void fl_held_answer(fl_held *held, int allowed)
+    int32_t fl_held_next(const fl_held *held)
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------
@@ -390,6 +404,9 @@ cdef _check_sampler(const fl_sampler *s, int64_t rows, int64_t adjusted, int64_t
             _refuse("adjust_sub", i, s.adjust_sub[i], "finite")
 
 
+UNDECIDED = FL_UNDECIDED
+
+
 cdef class Sampler:
     """The parameters of R rows, their arrays checked once; `sample` says what they are. Values of numpy arrays may change
     between calls; of what is no array, a copy is kept. portable: only the code that every machine runs, for comparison."""
@@ -438,12 +455,18 @@ cdef class Sampler:
         self.s.adjust_ids, self.s.adjust_bias = <int32_t *>_in(adjust_ids), <float *>_in(adjust_bias)
         self.s.adjust_repeat, self.s.adjust_sub = <float *>_in(adjust_repeat), <float *>_in(adjust_sub)
 
-    def choose(self, logits):
-        """ids i32 [R] of logits f32 [R, V], as `sample`."""
-        cdef int64_t n
+    def choose(self, logits, list held=None):
+        """ids i32 [R] of logits f32 [R, V], as `sample`.
+
+        held: of R entries, for a sampler without masks: None where a row is free, else a callable that says of a token's id
+        whether it may come (None: it cannot say). The id of such a row is the one that the mask of all that it allows would
+        give, or UNDECIDED where its answers do not decide. What it raises takes its place in `held`, and the row is UNDECIDED.
+        """
+        cdef int64_t n, row
         cdef int status
         cdef const float *source
         cdef int32_t *target
+        cdef fl_held *lists
         array = _logits(logits)
         n = cnp.PyArray_DIM(<cnp.ndarray>array, 1)
         if cnp.PyArray_DIM(<cnp.ndarray>array, 0) != self.rows:
@@ -454,11 +477,47 @@ cdef class Sampler:
         _check_sampler(&self.s, self.rows, self.adjusted, n)
         out = np.empty(self.rows, np.int32)
         source, target = <const float *>_in(array), <int32_t *>_out(out)
-        with nogil:
-            status = fl_sample(source, self.rows, n, &self.s, target)
+        if held is None:
+            with nogil:
+                status = fl_sample(source, self.rows, n, &self.s, target)
+        else:
+            if self.s.mask != NULL or len(held) != self.rows:
+                wanted = f"{self.rows}, and there must be no mask"
+                raise ShapeError(f"held has {len(held)} entries; it must have {wanted}", who="held")
+            lists = <fl_held *>malloc(max(self.rows, 1) * sizeof(fl_held))
+            if lists == NULL:
+                raise OutOfMemory(f"sampling {self.rows} rows needs {self.rows * sizeof(fl_held)} bytes of memory")
+            try:
+                for row in range(self.rows):
+                    lists[row].free = held[row] is None
+                with nogil:
+                    status = fl_sample_held(source, self.rows, n, &self.s, lists, target)
+                if status == 0:
+                    for row in range(self.rows):
+                        if not lists[row].free:
+                            target[row] = _ask(&lists[row], held, row)
+            finally:
+                free(lists)
         if status != 0:
             raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
         return out
+
+
+cdef int32_t _ask(fl_held *asked, list held, Py_ssize_t row):
+    """The id of a row, by what its callable says of the tokens of its list."""
+    cdef int32_t found = fl_held_next(asked)
+    allows = held[row]
+    while found == FL_ASK:
+        try:
+            answer = allows(fl_held_asked(asked))
+        except BaseException as error:  # a panic of the library of grammars is no Exception
+            held[row] = error
+            return FL_UNDECIDED
+        if answer is None:
+            return FL_UNDECIDED
+        fl_held_answer(asked, 1 if answer else 0)
+        found = fl_held_next(asked)
+    return found
 
 
 def sample(logits, *, bint with_logprobs=False, **arrays):

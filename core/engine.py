@@ -23,10 +23,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from .embedding import POOLINGS, EmbeddingRunner
 from .errors import Cancelled, EngineError, FastLLMError, InvalidRequest, OutOfMemory, QueueFull, UsageError
+from .held import HeldRows
 from .job import Job, JobChoice, NotFinite
 from .kv_cache import BlockManager
 from .pace import Pace
@@ -95,7 +94,7 @@ class Engine:
         # the lock away. Told: seconds until about the next time; None: that is not known, for nobody decodes. In the engine's thread; must not raise.
         self.on_handed_out: Callable[[float | None], None] | None = None
         self._step_s = 0.0  # of the last step
-        self._held = False  # the next four: of the step that runs. Is some row of it held to a grammar?
+        self._held = HeldRows(self._vocab_size, self._fail_job, self._waited)  # the next four: of the step that runs
         self._decodes = 0
         self._states: list[SamplerState] = []
         self._sampler_rows = build_rows([], self._vocab_size)
@@ -369,15 +368,15 @@ class Engine:
                     self._num_queued -= 1
                 self._tell_start(part.sequence.owner)
         self._decodes = sum(part.num_tokens == 1 and part.sequence.decodes for part in step.slices)  # not the last token of a prompt
-        self._held = any(part.sequence.owner.constraint is not None for part in step.slices)
+        self._held.begin(step)
         self._states = self._sampler_states(step)
         step.batch.sampler = lambda: self._rows(step)
 
     def _rows(self, step: ScheduledStep) -> SamplerRows:
         """The sampler's arrays, asked for when the step's logits are there."""
-        masks = self._masks(step) if self._held else None
-        if step.fresh or not move_rows(self._sampler_rows, self._states, masks):
-            self._sampler_rows = build_rows(self._states, self._vocab_size, masks)
+        if step.fresh or not move_rows(self._sampler_rows, self._states):
+            self._sampler_rows = build_rows(self._states, self._vocab_size)
+            self._sampler_rows.holds = self._held if self._held.rows else None
         return self._sampler_rows
 
     def _tell_start(self, choice: JobChoice) -> None:
@@ -406,35 +405,9 @@ class Engine:
                     states.append(part.sequence.owner.sampler)
         return states
 
-    def _masks(self, step: ScheduledStep) -> list[np.ndarray | None] | None:
-        """What each row of logits is held to; None: no row is. A constraint that raises fails its request, whose row is then nobody's.
-        Asked for when the logits are there: a constraint has worked on its mask meanwhile."""
-        masks: list[np.ndarray | None] = []
-        started = time.monotonic()
-        for part in step.slices:
-            if part.num_rows:
-                masks += [None] * part.num_rows
-                choice: JobChoice = part.sequence.owner
-                if part.samples and choice.constraint is not None and not choice.finished:
-                    try:
-                        mask = choice.constraint.mask()
-                        masks[-1] = None if mask is None else self._checked_mask(mask)
-                    except BaseException as error:  # also a panic of its library, which is no Exception
-                        self._fail_job(choice.job, error)
-        if all(mask is None for mask in masks):
-            return None
+    def _waited(self, seconds: float) -> None:
         if self.on_masks is not None:
-            self.on_masks(time.monotonic() - started)
-        return masks
-
-    def _checked_mask(self, mask: np.ndarray) -> np.ndarray:
-        """A wrong mask is its own request's matter, not the step's."""
-        words = (self._vocab_size + 31) // 32
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (words,):
-            raise EngineError(f"a constraint gave {type(mask).__name__} {getattr(mask, 'shape', '')} as its mask; it must be u32 [{words}]")
-        if not mask.any():
-            raise EngineError("a constraint allows no token, and says not that the answer is complete")
-        return mask
+            self.on_masks(seconds)
 
     def _emit(self, choice: JobChoice, event: TokenEvent) -> None:
         """Passes an event on, and ends the choice with its last. What `on_event` raises fails the request."""

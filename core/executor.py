@@ -309,7 +309,7 @@ class Executor:
         if not len(logits):
             return np.zeros(0, np.int32)
         rows = batch.sampler() if callable(batch.sampler) else batch.sampler
-        return rows.kernel.choose(logits)
+        return rows.choose(logits)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies one cache block in every layer (copy-on-write of a shared block)."""

@@ -16,6 +16,7 @@ from .request import RequestHandle, Timings, TokenConstraint, TokenEvent, TokenL
 from .runner import StepOutput
 from .sampling import SamplerState
 from .scheduler import Sequence, Slice
+from .step import SamplerRows
 
 __all__ = ["Job", "JobChoice", "NotFinite"]
 
@@ -27,12 +28,13 @@ class NotFinite(EngineError):
 class JobChoice:
     """One choice: its sequence, its sampler, what it is held to, and whether it has ended."""
 
-    __slots__ = ("complete", "constraint", "finished", "index", "job", "num_generated", "sampler", "sequence")
+    __slots__ = ("alone", "complete", "constraint", "finished", "index", "job", "num_generated", "sampler", "sequence")
 
     def __init__(self, job: Job, index: int, sequence: Sequence, sampler: SamplerState, constraint: TokenConstraint | None = None):
         self.job, self.index, self.sequence, self.sampler, self.constraint = job, index, sequence, sampler, constraint
         self.num_generated, self.finished = 0, False
         self.complete = False  # the constraint has been met: nothing may follow
+        self.alone: SamplerRows | None = None  # its row of a step by itself, under a mask
         sequence.owner = self
 
 

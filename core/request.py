@@ -24,11 +24,16 @@ MAX_SALT: Final = 128
 
 
 class TokenConstraint(Protocol):
-    """What one answer may look like: a mask for every token. Called by the engine's thread alone; what it raises fails the request."""
+    """What one answer may look like: a mask for every token. Called by the engine's thread alone; what it raises fails the request.
+
+    It may also have `check() -> Callable[[int], bool | None] | None`, called once a step before any mask. None: every token may come. Else the callable
+    is asked for single tokens, the likeliest first, and must say of each what the mask says; None: it cannot, or would take longer for some more
+    than for all, and the mask is asked for.
+    """
 
     def mask(self) -> np.ndarray | None:
         """u32 [ceil(vocab_size / 32)]: bit id % 32 of word id // 32 is 1 where the token may come next; at least one is. None: every token
-        may. Called once a step, when its logits are there, so a mask that is computed since `accept` costs nothing beside a step."""
+        may. Called at most once a step, when its logits are there, and not at all where `check` has decided."""
 
     def accept(self, token_id: int) -> bool:
         """Takes a token of the answer. True: the answer is complete and ends here."""

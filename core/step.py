@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from . import _kernels
 from .backend import StepDims
 
-__all__ = ["MOVED", "SamplerRows", "StepBatch"]
+__all__ = ["MOVED", "Holds", "SamplerRows", "StepBatch"]
 
 I32 = np.int32
 MOVED: Final = ("ids", "positions", "slots", "context_len")
+
+
+class Holds(Protocol):
+    """What some rows of a step are held to."""
+
+    def choose(self, kernel: _kernels.Sampler, logits: np.ndarray) -> np.ndarray:
+        """i32 [R] of logits f32 [R, V]; kernel: of the rows without masks."""
 
 
 @dataclass
@@ -37,6 +44,11 @@ class SamplerRows:
     adjust_repeat: np.ndarray  # f32 [A]
     adjust_sub: np.ndarray  # f32 [A]
     mask: np.ndarray | None = None  # u32 [R, ceil(V/32)], bit 0 = banned
+    holds: Holds | None = None  # of rows without masks
+
+    def choose(self, logits: np.ndarray) -> np.ndarray:
+        """One id a row, i32 [R], of logits f32 [R, V]; −1 where a row has no finite one."""
+        return self.kernel.choose(logits) if self.holds is None else self.holds.choose(self.kernel, logits)
 
     @cached_property
     def kernel(self) -> _kernels.Sampler:

@@ -14,23 +14,23 @@ import json
 import re
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any, Final
 
 import llguidance
 import numpy as np
 
-from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest, InvalidSchema
+from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest
 
 from .json_schema import check_schema, refused
 from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
+from .matcher import CANNOT, Matcher, Sort, first_lines, told
 from .spelling import Alphabet, is_whole, unspelled
 from .tokenizer import Tokenizer
+from .worker import Worker
 
-__all__ = ["Grammar", "GrammarCompiler", "Matcher"]
+__all__ = ["Grammar", "GrammarCompiler"]
 
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
 MAX_KEPT: Final = 256  # compiled grammars
@@ -40,189 +40,30 @@ JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": W
 LIMITS: Final[Any] = {"max_items_in_row": 20_000, "step_max_items": 200_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 """Of the library, for one token; a step that needs more fails its request. Alternatives of a rule are items of a row."""
 
-END_S: Final = 5.0  # for the masks that are still to be computed when the interpreter ends
-CANNOT: Final = "the grammar of this answer cannot be followed"
 PROBE_TOKENS: Final = 64  # of an answer that is tried before a grammar is accepted
 PROBE_S: Final = 0.5
 PROBE_FIRST: Final = (",", '"', ":", "{", "[", "1", "]", "}")  # tokens that lead on through JSON
 
 
-class _Waiting:
-    """Matchers that wait for their masks, None: the end. Nothing is taken after that."""
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[Matcher | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended = False
-
-    def put(self, matcher: Matcher) -> bool:
-        """Whether it will be worked on."""
-        with self._lock:
-            if not self._ended:
-                self.queue.put(matcher)
-            return not self._ended
-
-    def end(self, thread: threading.Thread) -> None:
-        """Nobody has the worker any more, or the interpreter ends: it waits for the thread, since one that is inside of the library when Python is gone
-        crashes the process as it comes back."""
-        with self._lock:
-            self._ended = True
-            self.queue.put(None)
-        if threading.current_thread() is not thread:  # whose last matcher may be the last that holds on to the worker
-            thread.join(END_S)
-
-
-class Worker:
-    """One thread that computes masks, in the order in which they were asked for. It starts with the first, and ends when nobody has this object any more."""
-
-    def __init__(self) -> None:
-        self._waiting = _Waiting()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def put(self, matcher: Matcher) -> bool:
-        """The mask of this matcher is wanted. False: the interpreter ends, and nobody computes it."""
-        if self._thread is None:
-            self._start()
-        return self._waiting.put(matcher)
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=_work, args=(self._waiting.queue,), name="fastllm-mask", daemon=True)
-                thread.start()
-                self._thread = thread
-                weakref.finalize(self, self._waiting.end, thread)
-
-
-def _work(queue: SimpleQueue[Matcher | None]) -> None:
-    while (matcher := queue.get()) is not None:
-        matcher.work()
-        del matcher  # it may be the last that holds on to its grammar
-
-
-class Matcher:
-    """One answer's place in a grammar (`fastllm.core.request.TokenConstraint`). worker: computes the next mask as soon as a token is known,
-    beside the step that reads that token; the library works without Python's lock. words: u32 of a mask, of the model's rows; known: of them those of the tokenizer's ids."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, words: int, known: int, worker: Worker, first: np.ndarray | None = None):
-        self._matcher, self._words, self._known, self._worker = matcher, words, known, worker
-        self._ready: np.ndarray | None = first
-        self._own: np.ndarray | None = None  # u32 [≥ words]: this matcher's masks, one after the other
-        self._at: tuple[int, int] = (0, 0)  # where the library writes: address, bytes
-        self._coming = False
-        self._done = threading.Lock()  # held from `ahead` until the mask is there
-        self._error: FastLLMError | None = None
-
-    def mask(self) -> np.ndarray:
-        """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises InvalidSchema if the grammar grew
-        beyond the library's limits."""
-        if self._ready is None:
-            if self._coming:
-                self._wait()
-            else:
-                self._compute()
-            if self._error is not None:
-                raise self._error
-            assert self._own is not None
-            self._ready = self._own[: self._words]
-        return self._ready
-
-    def accept(self, token_id: int) -> bool:
-        """Takes the next token of the answer. True: the grammar is complete, and nothing may follow. Raises EngineError for a token that
-        the grammar does not allow, InvalidSchema as `mask`."""
-        if self._coming:
-            self._wait()  # the library's matcher is not for two threads
-        given, self._ready = self._ready, None
-        if not self._matcher.consume_token(token_id):
-            allowed = given is not None and bool(given[token_id // 32] >> token_id % 32 & 1)
-            self._error = self._failed() if allowed else EngineError(CANNOT, why=_first_lines(str(self._matcher.get_error())))
-            raise self._error
-        if self._matcher.is_stopped():
-            return True
-        self.ahead()
-        return False
-
-    def ahead(self) -> None:
-        """Begins to compute the next mask."""
-        if self._ready is None and not self._coming:
-            self._coming = True
-            self._done.acquire()
-            if not self._worker.put(self):  # `mask` computes it
-                self._coming = False
-                self._done.release()
-
-    def work(self) -> None:
-        """Computes the mask that was asked for; in the worker's thread."""
-        try:
-            self._compute()
-        except BaseException as error:  # the thread is everybody's, and a panic of the library is no Exception
-            self._error = EngineError(CANNOT, why=_said(error))
-        finally:
-            self._done.release()
-
-    def _wait(self) -> None:
-        with self._done:
-            self._coming = False
-
-    def feed(self, token_ids: list[int]) -> bool:
-        """Takes a text that somebody has written already. False: the grammar does not go on so, and nothing more can be done with this matcher."""
-        if self._coming:
-            self._wait()
-        self._ready = None
-        return self._matcher.try_consume_tokens(token_ids) == len(token_ids) and not self._matcher.is_error()
-
-    @property
-    def held(self) -> bool:
-        """As of `lazy.Held`: from its first token on."""
-        return True
-
-    @property
-    def complete(self) -> bool:
-        """Nothing may follow."""
-        if self._coming:
-            self._wait()  # the library's matcher is not for two threads
-        return bool(self._matcher.is_stopped())
-
-    def forced(self) -> list[int]:
-        """Tokens that must come next, whatever the model says."""
-        if self._coming:
-            self._wait()
-        return list(self._matcher.compute_ff_tokens())
-
-    def _compute(self) -> None:
-        if self._own is None:
-            self._own = np.zeros(max(self._words, self._known), np.uint32)  # rows of the model that the tokenizer does not know are never allowed
-            self._at = self._own.ctypes.data, 4 * self._known
-        self._matcher.unsafe_compute_mask_ptr(*self._at)
-        if self._error is None and self._matcher.is_error():
-            self._error = self._failed()
-
-    def _failed(self) -> InvalidSchema:
-        """The grammar leads to a point where the library's limits end, or where no token goes on: the request asked for it, so this is no fault here."""
-        reason = _first_lines(str(self._matcher.get_error()))
-        return InvalidSchema(CANNOT, why=reason, fix="simplify the schema or grammar")
-
-
 class Grammar:
     """A compiled grammar. Calling it makes a matcher, one for each answer. kind: what it was made of; source_bytes: of how many bytes."""
 
-    def __init__(self, kind: str, compiled: llguidance.LLMatcher, words: tuple[int, int], source_bytes: int, worker: Worker):
-        self.kind, self.source_bytes, self._compiled, self._words, self._worker = kind, source_bytes, compiled, words, worker
+    def __init__(self, kind: str, compiled: llguidance.LLMatcher, sort: Sort, source_bytes: int):
+        self.kind, self.source_bytes, self._compiled, self._sort = kind, source_bytes, compiled, sort
         self._lock = threading.Lock()
-        self._first: np.ndarray | None = None  # mask of every answer's first token
+        self._first: Matcher | None = None  # has the mask of every answer's first token
 
     def __call__(self) -> Matcher:
         """A fresh matcher. May be called from any thread. Raises InvalidSchema, EngineError."""
         try:
             with self._lock:
                 if self._first is None:
-                    self._first = Matcher(self._compiled.deep_copy(), *self._words, self._worker).mask()
-                return Matcher(self._compiled.deep_copy(), *self._words, self._worker, self._first)
+                    self._first = Matcher(self._compiled.deep_copy(), self._sort)
+                return Matcher(self._compiled.deep_copy(), self._sort, self._first)
         except (FastLLMError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library, which is no Exception
-            raise EngineError(CANNOT, why=_said(error)) from None
+            raise EngineError(CANNOT, why=told(error)) from None
 
 
 class _Wrapped:
@@ -282,6 +123,7 @@ class GrammarCompiler:
         self._banned: dict[tuple[bytes, ...], BannedTexts] = {}
         self._lock = threading.Lock()
         self._worker = Worker()
+        self._odd: dict[int, bool | None] = {}  # as of `Sort`, of the library's tokenizer
 
     def json_schema(self, schema: Any, param: str = "response_format") -> Grammar:
         """JSON that fits a schema (a dict, or a bool). References must be local (`#/…`)."""
@@ -401,19 +243,18 @@ class GrammarCompiler:
         except BaseException as error:  # the library raises its own classes, some that are no class of its own, and panics, which are no Exception
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():
-            raise refused("it cannot be enforced", _first_lines(matcher.get_error()), param)
+            raise refused("it cannot be enforced", first_lines(matcher.get_error()), param)
         if lost is not None:
             raise refused("it cannot be enforced", f"this model has no tokens that write {lost}", param)
-        words = self._words, (self._tokenizer.vocab_size + 31) // 32
-        grammar = Grammar(kind, matcher, words, len(raw), self._worker)
+        grammar = Grammar(kind, matcher, self._sort(kind), len(raw))
         try:
             self._probe(grammar())  # a grammar that is too large to follow is refused here, and not in the middle of an answer
         except FastLLMError as error:
-            raise refused("it cannot be enforced", _first_lines(error.why), param) from None
+            raise refused("it cannot be enforced", first_lines(error.why), param) from None
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library panics over it, which is no Exception; whoever asked is told, and nobody else is touched
-            raise refused("it cannot be enforced", _said(error), param) from None
+            raise refused("it cannot be enforced", told(error), param) from None
         with self._lock:
             self._kept[key] = grammar
             self._kept_bytes += len(raw)
@@ -435,22 +276,21 @@ class GrammarCompiler:
             if token is None or token in self._tokenizer.end_ids or matcher.accept(token) or time.monotonic() > limit:
                 return
 
+    def _sort(self, kind: str) -> Sort:
+        tokenizer, plain = self._tokenizer, kind in ("json_schema", "regex", "choice")  # else special tokens may be in the grammar
+        ends = frozenset(i for i in tokenizer.end_ids if i < tokenizer.vocab_size)
+        return Sort(self._words, tokenizer.vocab_size, ends, plain, self._odd if plain else dict.fromkeys(self._odd), self._worker)
+
     def _open_library(self, param: str) -> llguidance.LLTokenizer:
         ours = _Wrapped(self._tokenizer)
         self._alphabet = None if ours.alphabet.complete else ours.alphabet
+        special = set(ours.special_token_ids)
+        marked: dict[int, bool | None] = {i: None for i, raw in enumerate(ours.tokens) if b"\xff" in raw}  # the library marks special tokens so
+        self._odd = {**marked, **{i: False for i, raw in enumerate(ours.tokens) if not raw or i in special}}
         ends = [i for i in sorted(self._tokenizer.end_ids) if i < self._tokenizer.vocab_size]
         try:
             return llguidance.LLTokenizer(llguidance.TokenizerWrapper(ours), n_vocab=self._tokenizer.vocab_size, eos_token=ends)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as above
-            raise refused("no grammar can be enforced with this model's vocabulary", _said(error), param) from None
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:400]
-
-
-def _first_lines(text: str) -> str:
-    said = text.replace("NoExtensionBias", "no text of it can be written: it is endless, or has characters that this model has no tokens for")
-    return " ".join(line.strip() for line in said.splitlines()[:4])[:400]
+            raise refused("no grammar can be enforced with this model's vocabulary", told(error), param) from None

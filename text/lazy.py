@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from .grammar import Matcher
+    from .matcher import Matcher
+
+Check = Callable[[int], bool | None]
 
 __all__ = ["After", "Banned", "BannedTexts", "Budget", "CallGrammar", "Held", "Lazy"]
 
@@ -41,6 +43,9 @@ class Held(Protocol):
     def mask(self) -> np.ndarray | None:
         """u32 [words], or None: everything may be said."""
 
+    def check(self) -> Check | None:
+        """What says of single tokens whether they may come (None: ask `mask`); or None: everything may be said."""
+
     def accept(self, token_id: int) -> bool:
         """Takes a token. True: the answer is complete."""
 
@@ -65,6 +70,12 @@ class After:
             mask[self._opening // 32] |= np.uint32(1 << self._opening % 32)
             return mask
         return self._inner.mask() if self._begun else None
+
+    def check(self) -> Check | None:
+        """As of `Held`."""
+        if self._opening is not None:
+            return _by_mask
+        return self._inner.check() if self._begun else None
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
@@ -117,6 +128,12 @@ class Budget:
             mask[token // 32] = np.uint32(1 << token % 32)
             return mask
         return None if self._inner is None else self._inner.mask()
+
+    def check(self) -> Check | None:
+        """As of `Held`."""
+        if self._forces:
+            return _by_mask
+        return None if self._inner is None else self._inner.check()
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
@@ -190,8 +207,17 @@ class Banned:
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""
         inner = None if self._inner is None else self._inner.mask()
+        return self._left() if inner is None else inner
+
+    def check(self) -> Check | None:
+        """As of `Held`."""
+        inner = None if self._inner is None else self._inner.check()
         if inner is not None:
             return inner
+        left = self._left()
+        return None if left is None else lambda token_id: bool(int(left[token_id >> 5]) >> (token_id & 31) & 1)
+
+    def _left(self) -> np.ndarray | None:
         mask = self._texts.whole
         for text in self._texts.texts:
             for size in range(1, min(len(text) - 1, len(self._tail)) + 1):
@@ -241,6 +267,10 @@ class Lazy:
     def mask(self) -> np.ndarray | None:
         """As `Matcher.mask`; None: everything may be said."""
         return None if self._matcher is None else self._matcher.mask()
+
+    def check(self) -> Check | None:
+        """As of `Held`."""
+        return None if self._matcher is None else self._matcher.check()
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
@@ -307,7 +337,6 @@ class Lazy:
             self._trial = None
         elif trial.head is None or trial.matcher.complete or trial.head.search(trial.said):
             self._matcher, self._trial = trial.matcher, None
-            self._matcher.ahead()
 
 
 @dataclass
@@ -317,3 +346,7 @@ class _Trial:
     matcher: Matcher
     head: re.Pattern[bytes] | None
     said: bytes = b""
+
+
+def _by_mask(_token_id: int) -> None:
+    """Of a constraint whose mask is made already."""

@@ -137,20 +137,7 @@ class FakeRunner:
         sampler = batch.sampler() if callable(batch.sampler) else batch.sampler
         if sampler is None:
             return Output(None, logits)
-        ids = _kernels.sample(
-            logits,
-            u=sampler.u,
-            temperature=sampler.temperature,
-            top_k=sampler.top_k,
-            top_p=sampler.top_p,
-            min_p=sampler.min_p,
-            adjust_start=sampler.adjust_start,
-            adjust_ids=sampler.adjust_ids,
-            adjust_bias=np.ascontiguousarray(sampler.adjust_bias),
-            adjust_repeat=np.ascontiguousarray(sampler.adjust_repeat),
-            adjust_sub=np.ascontiguousarray(sampler.adjust_sub),
-            mask=sampler.mask,
-        )
+        ids = sampler.choose(logits)
         return Output(ids, logits)
 
     def _row(self, batch: StepBatch, s: int, t: int) -> np.ndarray:

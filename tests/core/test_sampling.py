@@ -641,7 +641,7 @@ def test_rows_hold_what_the_kernel_needs() -> None:
     assert rows.mask is not None
     assert rows.mask.tolist() == [[0xFFFFFFFF] * 2, [6, 1], [0xFFFFFFFF] * 2]
     logits = np.zeros((3, 40), np.float32)
-    ids = kernels.sample(logits, **vars(rows))
+    ids = rows.choose(logits)
     assert ids[1] in (1, 2, 32)
     third.append(5)
     assert rows.adjust_bias.tolist() == [0, 0, 3, -math.inf]  # a copy

@@ -282,7 +282,9 @@ class Script:
         result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
         batch.sampler = sampler  # the next step may use this batch again
         self._at += 1
-        if rows.mask is None or rows.mask[0][token // 32] >> (token % 32) & 1:
+        held = [constraint for row, _, constraint in rows.holds.rows if row == 0] if rows.holds is not None else []
+        mask = held[0].mask() if held else None
+        if mask is None or mask[token // 32] >> (token % 32) & 1:
             result.ids[0] = token
         else:
             self.refused.append(token)

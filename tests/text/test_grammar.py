@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -15,7 +16,9 @@ from tokenizers import pre_tokenizers
 
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
-from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, Matcher, Worker
+from fastllm.text.grammar import MAX_KEPT, GrammarCompiler
+from fastllm.text.matcher import Matcher, Sort
+from fastllm.text.worker import Worker
 from tests.interface.conftest import byte_tokenizer
 
 VOCAB = 300  # more rows than the tokenizer has pieces
@@ -261,8 +264,7 @@ def test_a_tokenizer_that_normalises_changes_no_text_of_a_grammar(kind, text):
 
 def test_an_error_of_the_worker_is_the_answers_own_and_the_next_mask_is_computed(compiler):
     matcher = compiler.regex("[ab]{9}")()
-    matcher._at = (0, 3)  # no memory that the library takes
-    matcher._own = np.zeros(1, np.uint32)
+    matcher._sort = dataclasses.replace(matcher._sort, known=1)  # not the memory that the library wants
     matcher._ready = None
     matcher.ahead()
     with pytest.raises(EngineError, match="cannot be followed"):
@@ -323,7 +325,7 @@ def last():
     print([t.name for t in threading.enumerate() if t.name == "fastllm-mask"], len(done))
 
 atexit.register(last)  # the first to be registered is the last to be called
-from fastllm.text.grammar import Worker
+from fastllm.text.worker import Worker
 done = []
 
 class Asked:
@@ -345,7 +347,8 @@ def test_the_thread_of_masks_has_ended_before_the_interpreter_does():
 
 def test_a_mask_that_nobody_computes_ahead_is_computed_when_it_is_wanted(compiler):
     matcher = compiler.regex("[ab]{9}")()
-    worker = matcher._worker
+    worker = matcher._sort.worker
+    worker.put(type("Asked", (), {"work": lambda self: None})())
     worker._waiting.end(worker._thread)  # as at the end of the interpreter, while an engine still answers
     for _ in range(3):
         token = allowed(matcher.mask())[0]
@@ -377,7 +380,7 @@ class Slow:
         return self._ask(False)
 
     def compute_ff_tokens(self):
-        return self._ask([7])
+        return self._ask([])
 
     def consume_token(self, token_id):
         return self._ask(True)
@@ -390,16 +393,17 @@ class Slow:
     ("ask", "answer"),
     [
         (lambda m: m.complete, False),
-        (lambda m: m.forced(), [7]),
+        (lambda m: m.forced(), []),
+        (lambda m: m.check()(0), False),
         (lambda m: m.accept(3), False),
         (lambda m: m.feed([3, 4]), True),
         (lambda m: m.mask().tolist(), [0]),
     ],
-    ids=["complete", "forced", "accept", "feed", "mask"],
+    ids=["complete", "forced", "check", "accept", "feed", "mask"],
 )
 def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(ask, answer):
     library = Slow()
-    matcher = Matcher(library, 1, 1, Worker())
+    matcher = Matcher(library, Sort(1, 1, frozenset(), True, {}, Worker()))
     matcher.ahead()
     assert library.begun.wait(30)
     threading.Timer(0.05, library.go.set).start()

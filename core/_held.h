@@ -1,0 +1,128 @@
+/* The choice of a row that is held to a grammar, made by asking the grammar for single tokens instead of for all of its mask.
+ *
+ * A mask walks the whole vocabulary; a question about one token is hundreds of times as quick, and the tokens that decide are few: the
+ * likeliest of a row is the likeliest of what its mask leaves as soon as the grammar allows it. So the row's best tokens are listed in
+ * order without a mask, and are asked for one after the other:
+ *
+ *   listed   a1 a2 a3 | x1 x2 x3 x4 ...     refused ones are taken out, those behind them move up
+ *            allowed  | nobody has asked yet
+ *
+ * Whatever the grammar says of the x, the row under its mask begins with the a. Their weights, and those that the x have at most and at
+ * least, bound every sum of the rule in `core/sampling.py`; where both bounds draw the same a, that is the token. Sums of weights are
+ * integers, and each function of them here grows with its argument, so the bounds are exact and the token is bit for bit the one that
+ * the mask gives. Where the list ends before that, the caller is told to take the mask.
+ */
+#ifndef FASTLLM_HELD_H
+#define FASTLLM_HELD_H
+
+#include "_select.h"
+
+#define FL_LISTED 96    /* tokens of a list, at most */
+#define FL_LISTED_ONE 8 /* of a row of which the likeliest is wanted */
+#define FL_SPARE 24     /* more than top_k: some are refused */
+
+enum { FL_UNDECIDED = -2, FL_ASK = -3 };
+
+typedef struct {
+    uint64_t keys[FL_LISTED], weights[FL_LISTED]; /* descending; weights: from the first that is allowed on */
+    int64_t count, known;                         /* listed; of them, from the first on: allowed */
+    int64_t most;                                 /* tokens that are chosen among: top_k; 1: the likeliest is wanted */
+    int whole;                                    /* the row has no other tokens */
+    int free;                                     /* the row is held to nothing */
+    fl_draw draw;
+} fl_held;
+
+/* Lists the best tokens of row r of the sampler, which has no masks. None are, where no list can decide: of a row that is not finite or
+ * of which nothing is left, and of one that is drawn from more tokens than a list has. */
+static void fl_held_open(const float *raw, int64_t n, const fl_sampler *s, int64_t r, fl_scratch *scratch, fl_held *held) {
+    int32_t highest, lowest;
+    int usable, banned;
+    const float *row = fl_adjusted_row(raw, n, s, r, 1, scratch, &highest, &lowest, &usable, &banned);
+    const int one = s->temperature[r] <= FL_MIN_TEMPERATURE || s->top_k[r] == 1;
+    const int64_t wanted = one ? FL_LISTED_ONE : (int64_t)s->top_k[r] + FL_SPARE;
+    held->count = held->known = held->whole = 0;
+    held->most = one ? 1 : s->top_k[r];
+    if (!usable || !fl_usable(highest, lowest) || held->most <= 0 || wanted > FL_LISTED) return;
+    held->draw = (fl_draw){0.0f, one ? 0.0f : 1.0f / s->temperature[r], s->u[r], s->top_p[r], fl_least(s->min_p[r]), s->wide};
+    held->count = fl_largest(row, n, wanted, scratch->maxima, FL_MINUS_INF + 1, scratch->keys);
+    held->whole = held->count < wanted;
+    qsort(scratch->keys, (size_t)held->count, sizeof(uint64_t), fl_descending);
+    memcpy(held->keys, scratch->keys, (size_t)held->count * sizeof(uint64_t));
+}
+
+/* ids[r] of rows [R, n], held[r] of those that are not free. Returns 0, or -1 without memory. */
+static int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, fl_held *held,
+                          int32_t *ids) {
+    fl_scratch scratch;
+    const int status = fl_scratch_open(&scratch, n);
+    for (int64_t r = 0; status == 0 && r < rows; r++) {
+        if (held[r].free) {
+            ids[r] = fl_sample_row(logits + r * n, n, sampler, r, &scratch);
+        } else {
+            fl_held_open(logits + r * n, n, sampler, r, &scratch, held + r);
+        }
+    }
+    free(scratch.keys);
+    return status;
+}
+
+/* The token that is to be asked for, where fl_held_next says FL_ASK. */
+FL_INLINE int32_t fl_held_asked(const fl_held *h) { return fl_key_id(h->keys[h->known]); }
+
+/* Takes what the grammar says of that token. */
+static void fl_held_answer(fl_held *h, int allowed) {
+    if (!allowed) {
+        const size_t behind = (size_t)(h->count - h->known - 1) * sizeof(uint64_t);
+        memmove(h->keys + h->known, h->keys + h->known + 1, behind);
+        memmove(h->weights + h->known, h->weights + h->known + 1, behind);
+        h->count--;
+        return;
+    }
+    if (h->known++ == 0 && h->most > 1) { /* weights are relative to the largest logit of what is left */
+        h->draw.top = fl_unorder(fl_key_order(h->keys[0]));
+        fl_weigh_keys(h->keys, h->count, h->draw.top, h->draw.inverse, h->weights);
+    }
+}
+
+/* top_p keeps the tokens up to that at which the cumulative weight exceeds this. */
+FL_INLINE uint64_t fl_held_share(const fl_draw *draw, uint64_t total) {
+    return draw->top_p < 1.0 ? fl_share(draw->top_p, total) : total - 1;
+}
+
+/* The token of the row, if what is known decides it; else FL_ASK, or FL_UNDECIDED where there is no more to ask for. */
+static int32_t fl_held_next(const fl_held *h) {
+    const int64_t places = h->most - h->known, rest = h->count - h->known, listed = rest < places ? rest : places;
+    const int32_t undecided = listed > 0 ? FL_ASK : FL_UNDECIDED;
+    if (h->known == 0) return undecided;
+    if (h->most == 1) return fl_key_id(h->keys[0]);
+    uint64_t least_total = 0; /* of top_k, if all others are refused */
+    for (int64_t i = 0; i < h->known; i++) least_total += h->weights[i];
+    uint64_t most_total = least_total, unknown = 0; /* if all are allowed; unknown: of the others, what min_p leaves */
+    for (int64_t i = h->known; i < h->known + listed; i++) {
+        most_total += h->weights[i];
+        unknown += h->weights[i] >= h->draw.least ? h->weights[i] : 0;
+    }
+    if (!h->whole && listed < places) { /* behind the list, and none of them is likelier than its last */
+        const uint64_t last = h->weights[h->count - 1], behind = (uint64_t)(places - listed) * last;
+        most_total += behind;
+        unknown += last >= h->draw.least ? behind : 0;
+    }
+    const uint64_t least_share = fl_held_share(&h->draw, least_total), most_share = fl_held_share(&h->draw, most_total);
+    uint64_t sum = 0, kept = 0, least_kept = 0, most_kept = 0; /* kept: by top_p and min_p */
+    for (int64_t i = 0; i < h->known; i++) {
+        sum += h->weights[i];
+        kept += h->weights[i] >= h->draw.least ? h->weights[i] : 0;
+        if (least_kept == 0 && sum > least_share) least_kept = kept;
+        if (most_kept == 0 && sum > most_share) most_kept = kept;
+    }
+    if (most_kept == 0) most_kept = kept + unknown;
+    const uint64_t first = fl_target(h->draw.u, least_kept), last = fl_target(h->draw.u, most_kept);
+    sum = 0;
+    for (int64_t i = 0; i < h->known; i++) {
+        sum += h->weights[i];
+        if (sum > first) return sum > last ? fl_key_id(h->keys[i]) : undecided;
+    }
+    return undecided;
+}
+
+#endif

@@ -1,0 +1,99 @@
+"""The rows of a step whose answers are held to a constraint: their tokens, chosen with as few masks as can be.
+
+A mask is a walk of a grammar through the whole vocabulary, and mostly one token of it is wanted: the likeliest. So where a constraint has
+`check`, the sampler asks for single tokens, the likeliest first (`_held.h` says why that gives the token of the mask, bit for bit); a mask is
+asked for where that does not decide. Nothing is computed beside the step, where it would take the cores from the model.
+
+Called by the engine, in its thread; the executor calls `choose` when the logits are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ._kernels import UNDECIDED, Sampler
+from .errors import EngineError
+from .job import Job, JobChoice
+from .request import TokenConstraint
+from .sampling import build_rows, move_rows
+from .scheduler import ScheduledStep
+
+__all__ = ["HeldRows"]
+
+
+class HeldRows:
+    """Of the steps of one engine (`step.Holds`). vocab_size: entries of a row of logits; fail: ends the request of a constraint that raised; tell: told
+    how long a step waited for masks, in seconds."""
+
+    def __init__(self, vocab_size: int, fail: Callable[[Job, BaseException], None], tell: Callable[[float], None]):
+        self._vocab_size, self._words, self._fail, self._tell = vocab_size, (vocab_size + 31) // 32, fail, tell
+        self._waited_s = 0.0
+        self.rows: list[tuple[int, JobChoice, TokenConstraint]] = []  # row of the logits, whose it is, what it is held to
+
+    def begin(self, step: ScheduledStep) -> None:
+        """The steps that follow have the sequences of this one."""
+        self.rows, row = [], 0
+        for part in step.slices:
+            row += part.num_rows
+            choice: JobChoice = part.sequence.owner
+            if part.num_rows and part.samples and choice.constraint is not None:
+                self.rows.append((row - 1, choice, choice.constraint))
+
+    def choose(self, kernel: Sampler, logits: np.ndarray) -> np.ndarray:
+        """i32 [R] of logits f32 [R, V]. A constraint that raises fails its request, whose row is then nobody's."""
+        held: list[Any] = [None] * len(logits)
+        started = time.monotonic()
+        for row, choice, constraint in self.rows:
+            if not choice.finished:
+                held[row] = self._check(choice, constraint)
+        self._waited_s = time.monotonic() - started
+        ids = kernel.choose(logits, held)
+        for row, choice, constraint in self.rows:
+            if ids[row] == UNDECIDED:
+                ids[row] = self._masked(choice, constraint, held[row], logits[row : row + 1])
+        if any(check is not None for check in held):
+            self._tell(self._waited_s)
+        return ids
+
+    def _check(self, choice: JobChoice, constraint: TokenConstraint) -> Callable[[int], bool | None] | None:
+        check = getattr(constraint, "check", None)
+        if check is None:
+            return _unknown
+        try:
+            return check()
+        except BaseException as error:  # also a panic of its library, which is no Exception
+            self._fail(choice.job, error)
+            return None
+
+    def _masked(self, choice: JobChoice, constraint: TokenConstraint, answer: Any, logits: np.ndarray) -> int:
+        """The id of one row, f32 [1, V], under its mask. answer: what `check` gave, or raised when it was called."""
+        started = time.monotonic()
+        mask = None
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            mask = constraint.mask()
+            if mask is not None:
+                self._require(mask)
+        except BaseException as error:  # as above; a wrong mask, too, is its own request's matter, not the step's
+            self._fail(choice.job, error)
+            return 0
+        self._waited_s += time.monotonic() - started
+        alone = choice.alone
+        if alone is None or not move_rows(alone, [choice.sampler], [mask]):
+            alone = choice.alone = build_rows([choice.sampler], self._vocab_size, [mask])
+        return int(alone.kernel.choose(logits)[0])
+
+    def _require(self, mask: np.ndarray) -> None:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (self._words,):
+            raise EngineError(f"a constraint gave {type(mask).__name__} {getattr(mask, 'shape', '')} as its mask; it must be u32 [{self._words}]")
+        if not mask.any():
+            raise EngineError("a constraint allows no token, and says not that the answer is complete")
+
+
+def _unknown(_token_id: int) -> None:
+    """Of a constraint that only has masks."""

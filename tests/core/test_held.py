@@ -1,0 +1,203 @@
+"""Rows that are held to a constraint get the token of its mask, to the bit, whatever is asked instead of the mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastllm.core import _kernels
+from fastllm.core._kernels import UNDECIDED, Sampler
+from fastllm.core.engine import Engine
+from fastllm.core.errors import EngineError, ShapeError
+from fastllm.core.request import Request
+from fastllm.core.sampling import SamplingParams
+
+from .fake_runner import VOCAB, FakeRunner
+
+WORDS = (VOCAB + 31) // 32
+
+
+def packed(allowed):
+    """Bools [n] as u32 [ceil(n / 32)]."""
+    bits = np.zeros((len(allowed) + 31) // 32 * 32, bool)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def drawn_rows(rng, n, rows):
+    """Logits [rows, n] of many kinds: peaked, flat, with ties, with tokens of no weight."""
+    scale = rng.choice([0.0, 0.3, 2.0, 8.0, 60.0], (rows, 1))
+    logits = (rng.normal(size=(rows, n)) * scale).astype(np.float32)
+    return np.where(rng.random((rows, 1)) < 0.3, np.round(logits), logits).astype(np.float32)
+
+
+def drawn_params(rng, rows):
+    """Parameters of the rows of a sampler, none of them rare."""
+    return {
+        "u": np.where(rng.random(rows) < 0.1, rng.choice([0.0, 1 - 2.0**-53], rows), rng.random(rows)),
+        "temperature": rng.choice([0.0, 0.1, 0.7, 1.0, 2.5], rows).astype(np.float32),
+        "top_k": rng.choice([0, 1, 2, 5, 40, 72, 73, 1000], rows).astype(np.int32),
+        "top_p": rng.choice([0.0, 0.3, 0.95, 0.99, 1.0], rows).astype(np.float32),
+        "min_p": rng.choice([0.0, 0.0, 0.02, 0.5, 1.0], rows).astype(np.float32),
+    }
+
+
+def drawn_adjustments(rng, n, rows):
+    """Biases, bans and penalties of some tokens of some rows."""
+    counts = np.where(rng.random(rows) < 0.5, 0, rng.integers(1, min(n, 12), rows))
+    start = np.zeros(rows + 1, np.int32)
+    np.cumsum(counts, out=start[1:])
+    total = int(start[-1])
+    ids = [rng.choice(n, count, replace=False) for count in counts]
+    return {
+        "adjust_start": start,
+        "adjust_ids": np.concatenate([*ids, np.zeros(0)]).astype(np.int32),
+        "adjust_bias": rng.choice([0.0, 3.0, -5.0, -np.inf], total).astype(np.float32),
+        "adjust_repeat": rng.choice([1.0, 1.3, 0.8], total).astype(np.float32),
+        "adjust_sub": rng.choice([0.0, 0.7, -1.0], total).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("n", [7, 40, 300, 4096])
+def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
+    rng, rows = np.random.default_rng(n), 64
+    decided, asked, ranks = 0, 0, []
+    for _ in range(40):
+        logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
+        if rng.random() < 0.5:
+            params |= drawn_adjustments(rng, n, rows)
+        allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
+        allowed[np.arange(rows), rng.integers(0, n, rows)] = True
+        free = rng.random(rows) < 0.1
+        allowed[free] = True
+        masks = np.stack([packed(row) for row in allowed])
+        questions: list[list[int]] = [[] for _ in range(rows)]
+
+        def ask(row, questions=questions, allowed=allowed):
+            def allows(token):
+                questions[row].append(token)
+                return allowed[row, token]
+
+            return allows
+
+        got = Sampler(**params).choose(logits, [None if free[row] else ask(row) for row in range(rows)])
+        want = _kernels.sample(logits, mask=masks, **params)
+        for row in range(rows):
+            assert got[row] in (UNDECIDED, want[row]), (n, row, {name: value[row] for name, value in params.items() if len(value) == rows})
+            assert len(set(questions[row])) == len(questions[row]), "a token is asked for twice"
+            decided += got[row] != UNDECIDED
+            if got[row] != UNDECIDED and not free[row]:
+                asked += 1
+                ranks.append(len(questions[row]))
+    assert decided > 0.5 * 40 * rows, "lists decide most rows"
+    assert np.mean(ranks) < 12, "and few questions do"
+
+
+def test_what_no_list_decides_is_left_to_the_mask():
+    logits = np.stack([np.full(40, np.nan), np.full(40, -np.inf), np.arange(40), np.arange(40), np.arange(40)]).astype(np.float32)
+    ones = np.ones(5, np.float32)
+    kernel = Sampler(u=np.full(5, 0.5), temperature=ones, top_k=np.array([3, 3, 3, 0, 90], np.int32), top_p=ones, min_p=0 * ones)
+    assert kernel.choose(logits, [lambda _: True] * 5).tolist() == [UNDECIDED, UNDECIDED, 39, UNDECIDED, UNDECIDED]
+    assert kernel.choose(logits, [lambda _: None] * 5).tolist() == [UNDECIDED] * 5
+    assert kernel.choose(logits, [lambda _: False] * 5).tolist() == [UNDECIDED] * 5
+    assert kernel.choose(logits, [None, None, *[lambda t: t < 20] * 3])[2] == 19
+
+    def fails(_):
+        raise SystemExit("the library is gone")
+
+    held = [None, None, fails, None, lambda _: True]
+    assert kernel.choose(logits, held)[2] == UNDECIDED
+    assert isinstance(held[2], SystemExit)
+    with pytest.raises(ShapeError, match="held"):
+        kernel.choose(logits, [None])
+    with pytest.raises(ShapeError, match="held"):
+        Sampler(u=np.zeros(1), temperature=ones[:1], top_k=np.ones(1, np.int32), top_p=ones[:1], min_p=ones[:1], mask=np.ones((1, 2), np.uint32)).choose(logits[:1], [None])
+
+
+class Every:
+    """Allows at position i the tokens t with (t * 7 + i * salt) % of != 0. Counts the masks and the questions."""
+
+    def __init__(self, of, salt=5):
+        self.of, self.salt, self.at, self.masks, self.questions = of, salt, 0, 0, 0
+
+    def allows(self, token):
+        return (token * 7 + self.at * self.salt) % self.of != 0
+
+    def mask(self):
+        self.masks += 1
+        return packed(np.array([self.allows(t) for t in range(VOCAB)]))
+
+    def accept(self, token):
+        assert self.allows(token)
+        self.at += 1
+        return False
+
+
+class Asked(Every):
+    """The same, which may be asked for one token."""
+
+    def check(self):
+        return self.ask
+
+    def ask(self, token):
+        self.questions += 1
+        return self.allows(token)
+
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"temperature": 0.0, "min_tokens": 6, "logit_bias": {3: 4.0, 4: -100.0}},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "frequency_penalty": 1.0},
+    {"temperature": 2.0, "top_k": 30, "top_p": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    {"temperature": 0.9, "n": 4, "top_k": 20},
+]
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+@pytest.mark.parametrize("of", [2, 3, 11])
+def test_answers_are_those_of_masks_alone_to_the_last_bit(number, of):
+    params = SamplingParams(**{"max_tokens": 14, "seed": 11, **SETTINGS[number]})
+    made: dict[type, list[Every]] = {Every: [], Asked: []}
+
+    def constraint(kind):
+        def make():
+            made[kind].append(kind(of))
+            return made[kind][-1]
+
+        return make
+
+    with Engine(FakeRunner(num_blocks=64)) as engine:
+        answers = {kind: [] for kind in made}
+        for prompt in ([1, 2, 3], [9], [4, 4, 8, 30]):
+            handles = {kind: engine.submit(Request(prompt, params, end_ids=[7], constraint=constraint(kind))) for kind in made}
+            for kind, handle in handles.items():
+                answers[kind].append([(c.token_ids, c.finish_reason, c.logprobs) for c in handle.result().choices])
+    assert answers[Asked] == answers[Every]
+    asked, masked = (sum(c.masks for c in made[kind]) for kind in (Asked, Every))
+    assert asked == masked if params.top_k == 0 and params.temperature else asked < masked / 2
+    assert all(c.questions == 0 for c in made[Every])
+
+
+def test_a_question_that_raises_fails_its_own_request():
+    class Fails(Asked):
+        def ask(self, token):
+            if self.at == 2:
+                raise KeyError("lost")
+            return super().ask(token)
+
+    class Never(Every):
+        def check(self):
+            raise ValueError("never")
+
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with Engine(FakeRunner()) as engine:
+        good = engine.submit(Request([5, 6], params, constraint=lambda: Asked(3)))
+        bad = [engine.submit(Request([1, 2], params, constraint=kind)) for kind in (lambda: Fails(3), lambda: Never(3))]
+        for handle, why in zip(bad, ("lost", "never"), strict=True):
+            with pytest.raises(EngineError, match=why):
+                handle.result()
+        assert good.result().choices == engine.submit(Request([5, 6], params, constraint=lambda: Every(3))).result().choices
+        assert engine.healthy

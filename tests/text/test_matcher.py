@@ -1,0 +1,121 @@
+"""A matcher says of single tokens what its masks say, and takes masks where single tokens would be slower or without a limit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fastllm.text import Tokenizer, matcher
+from fastllm.text.grammar import GrammarCompiler
+from tests.interface.conftest import byte_tokenizer
+
+VOCAB = 300  # more rows than the tokenizer has pieces
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    return GrammarCompiler(Tokenizer.from_tokenizer_json(byte_tokenizer().to_str().encode(), settings), VOCAB)
+
+
+def bits(mask):
+    found = np.zeros(VOCAB, bool)
+    given = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    found[: len(given)] = given
+    return found
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}}, "required": ["name", "n"], "additionalProperties": False}
+GRAMMARS = {
+    "schema": lambda c: c.json_schema(SCHEMA),
+    "constant": lambda c: c.json_schema({"const": {"long name": "and a long text"}}),
+    "object": lambda c: c.json_object(),
+    "regex": lambda c: c.regex(r"([a-z]{1,3} ){2,9}"),
+    "bytes": lambda c: c.regex(r".{1,9}é*"),
+    "choice": lambda c: c.choice(["abc", "abd", "x", "Grüße"]),
+    "lark": lambda c: c.grammar('start: A B*\nA: /[ab]+/\nB: /c[0-9]/ | "<" A ">"'),
+    "few tokens": lambda c: c.grammar("start: a /!/\na[max_tokens=3]: /[a-z]*/"),
+    "special": lambda c: c.grammar('start: "a" <|im_start|> "b" | <[1-3]> "c"'),
+    "stop": lambda c: c.grammar('start: a "z"\na[stop=""]: /[a-y]+/'),
+    "gbnf": lambda c: c.grammar('root ::= [a-c]+ ("," [0-9])*'),
+    "bundle": lambda c: c.bundle(json.dumps({"grammars": [{"lark_grammar": 'start: "{" /[a-z]+/ "}"'}]})),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_single_tokens_are_what_the_mask_says(compiler, monkeypatch, name):
+    monkeypatch.setattr(matcher, "MIN_QUESTIONS", 10**6)
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    grammar, rng = GRAMMARS[name](compiler), np.random.default_rng(3)
+    told = 0
+    for _ in range(12):
+        one, other = grammar(), grammar()
+        one._ready = None  # the mask of the first token, too
+        for _ in range(30):
+            allowed = bits(np.frombuffer(other._matcher.compute_bitmask(), np.uint32))
+            allows = one.check()
+            answers = [allows(token) for token in range(VOCAB)]
+            for token, answer in enumerate(answers):
+                assert answer in (None, allowed[token]), (token, answer)
+            told += sum(answer is not None for answer in answers)
+            token = int(rng.choice(np.flatnonzero(allowed)))
+            if one.accept(token) | other.accept(token) or token in compiler._tokenizer.end_ids:
+                break
+    assert told > 1000, "and mostly it can say so"
+
+
+def test_a_long_answer_has_a_mask_now_and_then_for_the_librarys_limits(compiler, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    one = compiler.regex("[ab]*c")()
+    token, computed = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0], []
+    compute = one._compute
+    one._compute = lambda: (computed.append(1), compute())
+    one._ready = None
+    for _ in range(5 * matcher.UNMASKED + 1):
+        assert one.check()(token)
+        one.accept(token)
+    assert len(computed) == 5
+
+
+def test_where_single_tokens_are_slow_masks_are_used(compiler, monkeypatch):
+    one = compiler.regex("[ab]*c")()
+    token = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0]
+    one._ready = None
+    monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    assert one.check()(token)
+    assert one._ready is None
+    assert not one.accept(token)
+    assert one._coming, "from then on the next mask is computed beside the step"
+    assert one.check()(token)
+    assert one._ready is not None
+
+
+def test_where_the_likeliest_token_keeps_being_refused_slow_masks_are_computed_beside_the_step(compiler, monkeypatch):
+    one = compiler.regex("[ab]*c")()
+    right, wrong = (compiler._tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in "ax")
+    monkeypatch.setattr(matcher, "AHEAD_S", -1.0)
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    seen = []
+    for first in (wrong, wrong, right, wrong, right):
+        allows = one.check()
+        assert allows(first) == (first == right)
+        assert allows(right)
+        one.accept(right)
+        seen.append(one._coming)
+    assert seen == [False, True, False, False, False]
+
+
+def test_a_mask_is_the_cheaper_way_after_some_questions(compiler, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    one = compiler.regex("[ab]*c")()
+    one._ready = None
+    one._sort.mask_s = 30.1e-6
+    allows = one.check()
+    answers = [allows(5) for _ in range(100)]
+    assert answers.index(None) == matcher.MIN_QUESTIONS + 20
+    assert set(answers[matcher.MIN_QUESTIONS + 20 :]) == {None}
+    one._sort.mask_s = 1.0
+    allows = one.check()
+    assert [allows(5) for _ in range(100)].index(None) == matcher.MIN_QUESTIONS + matcher.MAX_QUESTIONS
