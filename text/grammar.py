@@ -23,6 +23,7 @@ import numpy as np
 
 from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest
 
+from .depth import MAX_LEVELS, levels, with_room
 from .json_schema import check_schema, refused
 from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
 from .matcher import CANNOT, Matcher, Sort, first_lines, told
@@ -33,6 +34,7 @@ from .worker import Worker
 __all__ = ["Grammar", "GrammarCompiler"]
 
 MAX_SOURCE: Final = 1 << 20  # bytes of a schema, pattern or grammar
+MAX_GBNF: Final = 20_000_000  # rules times characters: a grammar is read again for each of its rules, by Python
 MAX_KEPT: Final = 256  # compiled grammars
 MAX_KEPT_BYTES: Final = 4 << 20  # of their sources; what is compiled of one is some dozen times as large
 WHITE_SPACE: Final = r"[ \t\n\r]{0,8}"
@@ -64,6 +66,10 @@ class Grammar:
             raise
         except BaseException as error:  # a panic of the library, which is no Exception
             raise EngineError(CANNOT, why=told(error)) from None
+
+
+def _read(made: str, library: llguidance.LLTokenizer) -> tuple[str, llguidance.LLMatcher]:
+    return made, llguidance.LLMatcher(library, made, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
 
 
 class _Wrapped:
@@ -152,6 +158,9 @@ class GrammarCompiler:
 
     def grammar(self, text: str, param: str = "grammar") -> Grammar:
         """A grammar in Lark's notation, or in GBNF (rules are written with `::=`)."""
+        rules = text.count("::=") if isinstance(text, str) else 0
+        if rules * len(text) > MAX_GBNF:
+            raise refused(f"it has {rules:,} rules in {len(text):,} characters", f"their product may be {MAX_GBNF:,} in GBNF; Lark has no such limit", param)
 
         def source() -> str:
             lark = llguidance.gbnf_to_lark.gbnf_to_lark(text) if "::=" in text else text
@@ -233,9 +242,11 @@ class GrammarCompiler:
             if self._library is None:
                 self._library = self._open_library(param)
         lost = None
+        count, library = levels(kind, text), self._library
+        if count > MAX_LEVELS:
+            raise refused(f"it may have {count:,} rules, references and brackets in one another", f"the limit is {MAX_LEVELS:,}", param)
         try:
-            made = source()
-            matcher = llguidance.LLMatcher(self._library, made, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+            made, matcher = with_room(count, lambda: _read(source(), library))
             if self._alphabet is not None and not matcher.is_error():
                 lost = unspelled(made, self._alphabet)
         except (KeyboardInterrupt, SystemExit):
