@@ -248,6 +248,7 @@ class Engine:
         if self._jobs and not self._scheduler.parked:  # never to happen; an error is better than a thread that spins and callers that wait
             raise EngineError(f"{len(self._jobs)} requests are left, but no sequence of theirs waits or runs")
         self._announce()
+        self._held.end()
         with self._wake:
             while not self._inbox and not self._closing:
                 self._wake.wait()

@@ -43,6 +43,10 @@ class HeldRows:
             if part.num_rows and part.samples and choice.constraint is not None:
                 self.rows.append((row - 1, choice, choice.constraint))
 
+    def end(self) -> None:
+        """No step follows for a while: nothing of the last one is kept."""
+        self.rows = []
+
     def choose(self, kernel: Sampler, logits: np.ndarray) -> np.ndarray:
         """i32 [R] of logits f32 [R, V]. A constraint that raises fails its request, whose row is then nobody's."""
         held: list[Any] = [None] * len(logits)

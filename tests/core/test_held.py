@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
+
 import numpy as np
 import pytest
 
@@ -179,6 +184,24 @@ def test_answers_are_those_of_masks_alone_to_the_last_bit(number, of):
     asked, masked = (sum(c.masks for c in made[kind]) for kind in (Asked, Every))
     assert asked == masked if params.top_k == 0 and params.temperature else asked < masked / 2
     assert all(c.questions == 0 for c in made[Every])
+
+
+def test_an_idle_engine_keeps_nothing_of_what_held_the_last_answers():
+    gone = []
+
+    def make():
+        made = Asked(3)
+        gone.append(weakref.ref(made))
+        return made
+
+    with Engine(FakeRunner()) as engine:
+        for _ in range(2):
+            engine.submit(Request([1, 2], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), constraint=make)).result()
+        limit = time.monotonic() + 30
+        while any(one() is not None for one in gone) and time.monotonic() < limit:
+            gc.collect()
+            threading.Event().wait(0.01)
+        assert [one() for one in gone] == [None, None]
 
 
 def test_a_question_that_raises_fails_its_own_request():
