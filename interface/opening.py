@@ -44,6 +44,10 @@ KEPT = 200
 """Entries of the file that remembers; the oldest go first."""
 
 
+LATE = ", which did not answer in time"
+"""Ends the entry of a trial that hung: `auto` waits for it once, and not in every command."""
+
+
 def open_checked(
     registry: BackendRegistry,
     selection: Selection,
@@ -100,8 +104,16 @@ def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapp
         return
     key, place = _key(registry, selection, options, trial=True), _place()
     known = str(_known(place).get(key, "")) if place is not None else ""
-    if not known:
-        said = _in_child(registry, str(selection), options)
+    if known.endswith(LATE) and selection.origin == "auto":
+        again = f"`fastllm run --backend {selection.name}` tries it again"
+        raise registry.fault(selection.name, "open", f"it did not answer within {TRIAL_S:g} s when it was tried last; {again}")
+    if not known or known.endswith(LATE):
+        try:
+            said = _in_child(registry, str(selection), options)
+        except BackendBroken as error:
+            if place is not None and "no answer within" in error.why:
+                _remember(place, key, f"{selection} in a child{LATE}")
+            raise
         if said.get("step") == "close":  # all else is found again here, before anything is computed
             raise registry.fault(selection.name, "close", str(said.get("text", "")))
         known = f"{selection} in a child{SILENT if said.get('environment_error') else ''}"

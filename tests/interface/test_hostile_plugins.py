@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +160,22 @@ def test_check_has_a_line_for_a_hook_that_fails_and_goes_on(run, odd):
     assert {n: s["ok"] for n, s in steps.items()} == {"imports": True, "probe": True, "environment": False, "self-test": True, "quick cases": False}
     assert "SIGSEGV" in steps["environment"]["text"]
     assert "int is not a list" in steps["quick cases"]["text"]
+
+
+def test_the_automatic_choice_waits_for_a_backend_that_hangs_once_and_whoever_names_it_tries_again(run, odd, tiny_model, monkeypatch):
+    monkeypatch.setattr("fastllm.opening.TRIAL_S", 5.0)
+    monkeypatch.setattr("fastllm.core.plugins.child.WAIT_S", 0.0)
+    path = odd(OPEN=f"if not os.path.exists(os.environ['FASTLLM_HOME'] + '/mended'): {HANG}")
+    command = ("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--fallback", "allow")
+    first, second = run(*command), run(*command)
+    assert (first.code, second.code) == (0, 0)
+    assert "backend 'odd' failed to open, so 'cpu_avx' is used: no answer within 5 s" in first.err
+    assert "so 'cpu_avx' is used: it did not answer within 5 s when it was tried last; `fastllm run --backend odd` tries it again" in second.err
+    assert ("for up to 5 s; drivers" in first.err, "for up to 5 s; drivers" in second.err) == (True, False)
+    (Path(os.environ["FASTLLM_HOME"]) / "mended").touch()
+    monkeypatch.setattr("fastllm.opening.TRIAL_S", 120.0)
+    assert run(*command, "--backend", "odd").code == 0
+    assert "tries it again" not in run(*command).err
 
 
 def test_who_waits_for_a_backend_is_told_for_whom_for_how_long_and_how_to_go_without(run, odd, tiny_model, monkeypatch):
