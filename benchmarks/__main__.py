@@ -86,7 +86,7 @@ def models(names: tuple[str, ...]) -> None:
 
 @cli.command()
 @click.option("--model", default="llama1b-q4_0", show_default=True, help="SHAPE-TYPE, a file, or a name that fastllm knows.")
-@click.option("--cells", help=CELLS_HELP + ", attention:N (its share of a prompt), mixed, overhead, sampling, first-token, load, import, idle.  [default: all]")
+@click.option("--cells", help=CELLS_HELP + ", attention:N (its share of a prompt), mixed, overhead, sampling, first-token, load, resident (memory by stage), import, idle.  [default: all]")
 @click.option("--isa", help="Instruction set of cpu_avx.")
 @click.option("--kv-dtype", help="How keys and values are kept.")
 @click.option("--opt", multiple=True, metavar="KEY=VALUE", help="Option of the backend; `backend` and `dtype` are those of the command line.")

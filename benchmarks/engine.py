@@ -23,6 +23,7 @@ from fastllm.core.errors import FastLLMError, UsageError
 from fastllm.loading import LoadOptions, load_model
 
 from .environments import cache_folder
+from .resident import STAGES, resident_rows
 
 __all__ = ["DEFAULT_CELLS", "SINGLE", "engine_rows", "needs"]
 
@@ -38,11 +39,11 @@ DEFAULT_CELLS = (
     "import",
     "idle",
 )
-ALONE = ("first-token", "load", "import", "sampling")
+ALONE = ("first-token", "load", "resident", "import", "sampling")
 """Cells that load no model in this process."""
 OWN = ("backend", "dtype")
 NUMBERED = ("prefill", "attention", "decode", "batch")
-SINGLE = ("mixed", "overhead", "sampling", "first-token", "load", "import", "idle")
+SINGLE = ("mixed", "overhead", "sampling", "first-token", "load", "resident", "import", "idle")
 VOCABULARY = 262_144
 MIXED_STREAMS, MIXED_PROMPT = 7, 2000
 
@@ -109,6 +110,7 @@ def measure(name: str, number: int, bench: Bench | None, model: str, options: Ma
     alone: dict[str, Callable[[], list[Row]]] = {
         "first-token": lambda: first_token(model, options, threads, repeat),
         "load": lambda: load_rows(model, options, threads, repeat),
+        "resident": lambda: resident(model, options, threads),
         "import": lambda: import_rows(repeat),
         "sampling": lambda: sampling_rows(repeat),
     }
@@ -196,12 +198,13 @@ from pathlib import Path
 from fastllm.loading import LoadOptions, load_model
 values = json.loads(sys.argv[1])
 loaded = load_model(values.pop("model"), LoadOptions(**values))
-from fastllm.bench import Bench
-Bench(loaded).decode(16, 8)
+from fastllm.llm import LLM, SamplingParams
+llm = LLM.of(loaded)
+llm.generate("Once upon a time", SamplingParams(max_tokens=8, ignore_eos=True))
 plan = loaded.planned.plan
 peak = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
 needed = plan.total_bytes("weights") + plan.total_bytes("kv")
-loaded.close()
+llm.close()
 print(json.dumps([loaded.load_s, peak, needed]))
 """
 
@@ -215,6 +218,12 @@ def load_rows(model: str, options: Mapping[str, str], threads: int, repeat: int)
         Row("load", {}, "s", Spread.of(f[0] for f in found)),
         Row("peak memory", {}, "MB", peaks, needed, "packed weights + cache", Spread.of(p / needed for p in peaks.samples)),
     ]
+
+
+def resident(model: str, options: Mapping[str, str], threads: int) -> list[Row]:
+    """Where the memory of a process goes that loaded the model and answered."""
+    values = {"model": model, "ctx": 512, "max_batch_size": 1, "threads": threads, "offline": True, **split(options)}
+    return resident_rows(*json.loads(_last_line(_python(STAGES, json.dumps(values)))))
 
 
 def import_rows(repeat: int) -> list[Row]:
