@@ -3,13 +3,15 @@ while a long prompt is read, and how soon /health answers meanwhile and while a 
 
     python scripts/measure_server.py [MODEL] [--threads N] [--rounds N] [--input N] [--output N] [--only throughput|latency]
 
-Each pair is measured in the same run, in turns, `rounds` times; the median, the least and the most are printed. docs/server.md has the figures.
+Everything is measured in one run, in turns, `rounds` times; the median, the least and the most are printed. A round of clients is compared with the engine
+alone before and after it, and left out if these two differ: then somebody else had the machine. docs/server.md has the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -35,6 +37,7 @@ from fastllm.server.settings import ServerSettings
 
 CLIENTS = 8
 WAVES = 2  # requests of each client
+STEADY = 0.1  # of the speed alone before and after a round
 
 
 def decode_rate(answers: Iterable[tuple[int, float]]) -> float:
@@ -107,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--long", type=int, default=4000)
     parser.add_argument("--input", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=160, help="tokens of an answer")
@@ -177,22 +180,33 @@ def clients(url: str, number: str, size_in: str, size_out: str) -> None:
 
 def throughput(asked: argparse.Namespace) -> None:
     """The server at eight clients beside its own engine alone, in turns."""
-    rows: list[list[float]] = []  # of a round: tokens/s alone, of the server, the same of decoding, CPU of the loop, of preparation and of the clients in µs a token, of the loop in parts of the machine
+    alone: list[tuple[float, float]] = []  # tokens/s in all, and while answers are written: before each round of clients, and after the last
+    rounds: list[list[float]] = []  # the same of the server, CPU of the loop, of preparation and of the clients in µs a token, of the loop in parts of the machine
     with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
         server = Hosted(llm)
         try:
-            for number in range(asked.rounds + 1):
-                alone, alone_decode = alone_once(llm, number, asked.input, asked.output)
-                before = server.loop_cpu_s(), server.prepare_cpu_s()
-                found = server.load(number, asked.input, asked.output)
-                loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
+            for number in range(asked.rounds + 2):
                 if number:  # the first warms up
+                    alone.append(alone_once(llm, number, asked.input, asked.output))
+                if number <= asked.rounds:
+                    before = server.loop_cpu_s(), server.prepare_cpu_s()
+                    found = server.load(number, asked.input, asked.output)
+                    loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
                     shares = [*(s / found["tokens"] * 1e6 for s in (loop_s, prepare_s, found["cpu_s"])), loop_s / found["seconds"] / len(os.sched_getaffinity(0))]
-                    rows.append([alone, found["rate"], alone_decode, found["decode"], *shares])
+                    rounds.append([found["rate"], found["decode"], *shares])
         finally:
             server.end()
-    whole, served, decode_alone, decode, loop_us, prepare_us, clients_us, share = (list(column) for column in zip(*rows, strict=True))
-    print(f"{asked.model}, {CLIENTS} at a time, prompts of {asked.input}, answers of {asked.output} tokens; {asked.rounds} pairs in turns")
+    rows = []
+    for round_, (before_it, after_it) in zip(rounds[1:], itertools.pairwise(alone), strict=True):
+        mean_whole, mean_decoding = ((x + y) / 2 for x, y in zip(before_it, after_it, strict=True))
+        if abs(before_it[1] - after_it[1]) <= STEADY * mean_decoding:
+            rows.append([mean_whole, mean_decoding, *round_])
+    print(f"{asked.model}, {CLIENTS} at a time, prompts of {asked.input}, answers of {asked.output} tokens; {len(rows)} rounds of clients, each between two of the engine alone")
+    if left := asked.rounds - len(rows):
+        print(f"left out: {left} rounds, for the engine was more than {STEADY:.0%} faster or slower after them than before: others had the machine")
+    if not rows:
+        sys.exit("no round is left; use a calmer machine, or more --rounds")
+    whole, decode_alone, served, decode, loop_us, prepare_us, clients_us, share = (list(column) for column in zip(*rows, strict=True))
     print(f"while answers are written: engine alone {spread(decode_alone)} tokens/s, server {spread(decode)}, {ratio(decode, decode_alone)}")
     print(f"with prompts and connections: engine alone {spread(whole)} tokens/s, server {spread(served)}, {ratio(served, whole)}")
     print(f"CPU of HTTP, text and streaming: {spread(loop_us)} µs a token, {spread([s * 100 for s in share], 2)} % of the cores")
