@@ -22,21 +22,15 @@
 
 enum { DEPTH = 64, DIRECT_ROWS = FL_WIDEN ? 4 : 16, PREFETCH = 7168 };
 
-#if FL_LANES == 16
 enum { ROW_BLOCK = MOST_ROWS, DIRECT = PANEL_ROWS };
-#else
-enum { ROW_BLOCK = 128, DIRECT = 4 };
-#endif
 
 typedef struct {
     chunk weights;
     _Alignas(64) float acc[ROW_BLOCK][FL_STRIP], up[ROW_BLOCK][FL_STRIP]; /* sums of a strip, of w and of `up` */
     _Alignas(64) float values[DEPTH][FL_STRIP]; /* a block of 64 k as f32: plain formats and exact mode */
-#if FL_LANES == 16
     _Alignas(64) uint8_t panels[PANEL_BYTES];
     int made_for; /* the layout that the panels were made for, -1: none */
-#endif
-    int plain; /* sums of panels go to y as they are, or to add + sums */
+    int plain;    /* sums of panels go to y as they are, or to add + sums */
     const fl_target *to;
 } scratch_space;
 
@@ -208,7 +202,7 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
                               alone && v0 == 0 ? tile + PREFETCH : NULL);
                     if (group > 1)
                         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) part[r][v] =
-                            add_part(sum[r][v], record + r * ldr + i, part[r][v]);
+                            add_part(sum[r][v], record[r * ldr + (size_t)i].scale, part[r][v]);
                 }
                 UNROLL for (int v = 0; v < NV; v++) {
                     vf sw, mw;
@@ -217,8 +211,9 @@ KERNEL void decode(const int layout, const int R, const int alone, const fl_weig
                     UNROLL for (int r = 0; r < R; r++) {
                         vsum *to_acc = &acc[r][v0 + v];
                         const fl_group *first = record + r * ldr;
-                        *to_acc = group > 1 ? add_wide(L, part[r][v], sw, mw, first, *to_acc)
-                                            : add_group(L, sum[r][v], sw, msw, mw, first, half, *to_acc);
+                        const float scaled = L->minimum ? scaled_sum(L, first, half) : 0.0f;
+                        *to_acc = group > 1 ? add_wide(L, part[r][v], sw, mw, scaled, *to_acc)
+                                            : add_group(L, sum[r][v], sw, msw, mw, first->scale, scaled, *to_acc);
                     }
                 }
             }
@@ -261,28 +256,36 @@ KERNEL void decode_rows(const int layout, const fl_weight *w, const fl_acts *a, 
 #if FL_LANES != 16 /* linear_rows.c has those of 16 lanes */
 /* ---- many rows ------------------------------------------------------------------------------------------------------------- */
 
-/* R rows of one chunk: acc[r] += its groups. x, record: of the first row, at the chunk's first k. next, lines: the packed chunk behind
- * this one, of which each tile asks for some lines, so that reading it takes as long as computing. */
-KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chunk *c, const int8_t *x, size_t ldx,
-                           const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
+/* As start_sums, of a panel; minima have codes that count from zero. */
+PART void panel_starts(const fl_layout *L, const int R, const int NV, const int half, const uint8_t *panel, vi sum[DIRECT][4]) {
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sum[r][v] =
+        vi_set1(L->minimum ? FL_SUM_BITS : load_i32(panel_second(panel, half, r)));
+}
+
+/* R rows of one chunk: acc[r] += its groups. panel: of these rows (linear_rows.c), at the chunk's first k. next, lines: the packed chunk
+ * behind this one, of which each tile asks for some lines, so that reading it takes as long as computing. */
+KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chunk *c, const uint8_t *first,
+                           float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
     enum { NV = 2 };
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-        vsum sums[4][NV];
+        const uint8_t *panel = first;
+        vsum sums[PANEL_ROWS][NV];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) sums[r][v] =
             vsum_of(vf_load(acc[r] + FL_LANES * (v0 + v)));
-        for (int t = 0; t < tiles; t++) {
+        for (int t = 0; t < tiles; t++, panel += step_bytes(fl_halves(L))) {
             if (v0 == 0)
                 for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 3);
             UNROLL for (int half = 0; half < fl_halves(L); half++) {
                 const int g = t * fl_halves(L) + half;
                 vi sum[DIRECT][4];
-                start_sums(L, R, NV, half, record + t, ldr, sum);
-                tile_sums(L, 0, R, NV, c->codes[t], half, v0, x + FL_TILE_K * t, ldx, sum, NULL);
+                panel_starts(L, R, NV, half, panel, sum);
+                tile_sums(L, 0, R, NV, c->codes[t], half, v0, (const int8_t *)panel, FL_TILE_K, sum, NULL);
                 UNROLL for (int v = 0; v < NV; v++) {
                     const int n = FL_LANES * (v0 + v);
                     const vf sw = vf_load(c->sw[g] + n), msw = vf_load(c->msw[g] + n), mw = vf_load(c->mw[g] + n);
                     UNROLL for (int r = 0; r < R; r++) sums[r][v] =
-                        add_group(L, sum[r][v], sw, msw, mw, record + t + r * ldr, half, sums[r][v]);
+                        add_group(L, sum[r][v], sw, msw, mw, float_at(panel_scale(panel, r)),
+                                  float_at(panel_second(panel, half, r)), sums[r][v]);
                 }
             }
         }
@@ -293,21 +296,22 @@ KERNEL void multiply_chunk(const fl_layout *L, const int R, int tiles, const chu
 
 /* The same for weights in wide groups. All f32 sums wait in memory: those of a tile leave them no registers. One flat loop: inside of two,
  * compilers spread the sums of a tile. */
-KERNEL void multiply_wide(const fl_layout *L, const int R, int tiles, const chunk *c, const int8_t *x, size_t ldx,
-                          const fl_group *record, size_t ldr, float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
+KERNEL void multiply_wide(const fl_layout *L, const int R, int tiles, const chunk *c, const uint8_t *first,
+                          float (*acc)[FL_STRIP], const uint8_t *next, int lines) {
     enum { NV = 2 };
     const int group = fl_group_tiles(L);
     for (int v0 = 0; v0 < VECTORS; v0 += NV) {
-        _Alignas(64) float part[4][NV][FL_LANES] = {{{0}}}; /* b of layouts.h */
-        for (int t = 0; t < tiles; t++) {
+        const uint8_t *panel = first;
+        _Alignas(64) float part[PANEL_ROWS][NV][FL_LANES] = {{{0}}}; /* b of layouts.h */
+        for (int t = 0; t < tiles; t++, panel += step_bytes(1)) {
             vi sum[DIRECT][4];
             if (v0 == 0)
                 for (int line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 3);
-            start_sums(L, R, NV, 0, record + t, ldr, sum);
-            tile_sums(L, 0, R, NV, c->codes[t], 0, v0, x + FL_TILE_K * t, ldx, sum, NULL);
+            panel_starts(L, R, NV, 0, panel, sum);
+            tile_sums(L, 0, R, NV, c->codes[t], 0, v0, (const int8_t *)panel, FL_TILE_K, sum, NULL);
             UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < NV; v++) {
                 const vsum before = vsum_of(vf_load(part[r][v]));
-                vf_store(part[r][v], vsum_float(add_part(sum[r][v], record + t + r * ldr, before)));
+                vf_store(part[r][v], vsum_float(add_part(sum[r][v], float_at(panel_scale(panel, r)), before)));
             }
             if ((t + 1) % group) continue;
             UNROLL for (int v = 0; v < NV; v++) {
@@ -315,7 +319,7 @@ KERNEL void multiply_wide(const fl_layout *L, const int R, int tiles, const chun
                 const vf sw = vf_load(c->sw[g] + n), mw = vf_load(c->mw[g] + n);
                 UNROLL for (int r = 0; r < R; r++) {
                     const vsum b = vsum_of(vf_load(part[r][v])), before = vsum_of(vf_load(acc[r] + n));
-                    vf_store(acc[r] + n, vsum_float(add_wide(L, b, sw, mw, record + t + 1 - group + r * ldr, before)));
+                    vf_store(acc[r] + n, vsum_float(add_wide(L, b, sw, mw, float_at(panel_second(panel, 0, r)), before)));
                     vf_store(part[r][v], vf_zero());
                 }
             }
@@ -323,28 +327,25 @@ KERNEL void multiply_wide(const fl_layout *L, const int R, int tiles, const chun
     }
 }
 
-/* acc[r] = sums of rows row0.. of one strip. */
-KERNEL void prefill(const int layout, const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,
-                    float (*acc)[FL_STRIP]) {
+/* acc[r] = sums of rows of one strip, whose panels were made before. */
+KERNEL void prefill(const int layout, const fl_weight *w, int rows, int strip, scratch_space *c, float (*acc)[FL_STRIP]) {
     const fl_layout *L = &FL_LAYOUT[layout];
-    const size_t ldx = fl_code_stride(a->K), ldr = fl_group_stride(a->K), block = fl_block_packed(L);
-    const uint8_t *packed = w->data + (size_t)strip * fl_strip_bytes(L, w->K);
+    const uint8_t *packed = w->data + (size_t)strip * fl_strip_bytes(L, w->K), *panel = c->panels;
+    const int count = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
     memset(acc, 0, (size_t)rows * sizeof acc[0]);
     for (int k0 = 0; k0 < w->K; k0 += CHUNK) {
-        const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K, calls = (rows + 3) / 4 * tiles;
-        const int size = tiles * FL_TILE_K / L->block * (int)block, lines = (size / 64 + calls - 1) / calls;
+        const int tiles = (w->K - k0 < CHUNK ? w->K - k0 : CHUNK) / FL_TILE_K, calls = count * tiles;
+        const int size = tiles * FL_TILE_K / L->block * (int)fl_block_packed(L), lines = (size / 64 + calls - 1) / calls;
         const uint8_t *next = packed + size, *end = next + size;
         unpack_chunk(L, 0, packed, tiles, &c->weights);
         packed = next;
-        for (int r = 0; r < rows; r += 4, next += 64 * lines * tiles) {
-            const int8_t *x = fl_codes(a, row0 + r) + k0;
-            const fl_group *record = fl_groups(a, row0 + r) + k0 / FL_KIND_INT8;
-            const int n = next < end ? lines : 0;
+        for (int p = 0; p < count; p++, panel += tiles * step_bytes(fl_halves(L)), next += 64 * lines * tiles) {
+            const int r = first_of(p, rows, count), own = first_of(p + 1, rows, count) - r, n = next < end ? lines : 0;
 #define MULTIPLY(R)                                                                                                            \
-    if ((rows - r < 4 ? rows - r : 4) == R) {                                                                                  \
-        if (fl_group_tiles(L) > 1) multiply_wide(L, R, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);             \
+    if (own == R) {                                                                                                            \
+        if (fl_group_tiles(L) > 1) multiply_wide(L, R, tiles, &c->weights, panel, acc + r, next, n);                           \
         else                                                                                                                   \
-            multiply_chunk(L, R, tiles, &c->weights, x, ldx, record, ldr, acc + r, next, n);                                   \
+            multiply_chunk(L, R, tiles, &c->weights, panel, acc + r, next, n);                                                 \
     }
             MULTIPLY(1)
             MULTIPLY(2)
@@ -507,9 +508,9 @@ KERNEL void unpack_values(const int layout, const fl_weight *w, int64_t n, float
 #define BLOCK_SUMS(layout) decode_rows(layout, w, a, row0, rows, strip, acc, places_of(c, acc, row0, strip))
 #else
 #define BLOCK_SUMS(layout)                                                                                                     \
-    if (rows <= DIRECT_ROWS) decode_rows(layout, w, a, row0, rows, strip, acc, places_of(c, acc, row0, strip));                \
+    if (c->made_for >= 0) prefill(layout, w, rows, strip, c, acc);                                                             \
     else                                                                                                                       \
-        prefill(layout, w, a, row0, rows, strip, c, acc)
+        decode_rows(layout, w, a, row0, rows, strip, acc, places_of(c, acc, row0, strip))
 #endif
 #define INT8_LAYOUT(layout)                                                                                                    \
     static void sums_##layout(const fl_weight *w, const fl_acts *a, int row0, int rows, int strip, scratch_space *c,           \
@@ -593,7 +594,7 @@ static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, 
                       float (*acc)[FL_STRIP]) {
     FL_NAME(fl_tile_sums)(w, a, row0, rows, strip, c->panels, &c->weights, acc);
 }
-#elif FL_LANES == 16
+#else
 /* Rows of a block if these layers take panels, else 0. */
 static int rows_of_many(const fl_weight *w, const fl_weight *up, const fl_acts *a) {
     if (a->kind < FL_KIND_INT8 || a->rows <= DIRECT_ROWS) return 0;
@@ -607,6 +608,7 @@ static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, 
     if (c->made_for < 0 || !FL_NAME(fl_same_panels)(&FL_LAYOUT[c->made_for], &FL_LAYOUT[w->layout]))
         FL_NAME(fl_make_panels)(&FL_LAYOUT[w->layout], a, row0, rows, c->panels);
     c->made_for = w->layout;
+#if FL_LANES == 16
     const places to = places_of(c, acc, row0, strip);
     const fl_target *t = c->to;
     panel_rows y = {t->y, t->add, t->ldy, t->ldadd};
@@ -615,6 +617,9 @@ static void many_sums(const fl_weight *w, const fl_acts *a, int row0, int rows, 
         if (y.add) y.add += (size_t)row0 * y.ldadd + (size_t)strip * FL_STRIP;
     }
     FL_NAME(fl_sum_panels)(w, rows, strip, c->panels, &c->weights, acc, to.p, to.ld, c->plain && is_full(w, strip) ? &y : NULL);
+#else
+    sums[w->layout](w, a, row0, rows, strip, c, acc);
+#endif
 }
 
 #endif
@@ -634,9 +639,9 @@ static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, co
         up ? sums[up->layout] : NULL;
     int step = rows_per_block(a);
     c->to = to, c->plain = 0;
-#if FL_LANES == 16
     const int many = rows_of_many(w, up, a);
     if (many) step = many, w_sums = up_sums = many_sums;
+#if FL_LANES == 16
 #ifndef FL_AMX
     c->plain = many && !up && !to->bias && !to->codes && to->act == FL_ACT_NONE;
 #endif
@@ -647,9 +652,7 @@ static void linear(const fl_weight *w, const fl_weight *up, const fl_acts *a, co
 #endif
     for (int row0 = 0; row0 < a->rows; row0 += step) {
         const int rows = a->rows - row0 < step ? a->rows - row0 : step;
-#if FL_LANES == 16
         c->made_for = -1;
-#endif
         for (int s = strip0; s < strip1; s++) {
             w_sums(w, a, row0, rows, s, c, c->acc);
             if (c->plain && is_full(w, s)) continue;

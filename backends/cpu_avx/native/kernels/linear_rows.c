@@ -1,12 +1,14 @@
-/* Many rows of a block format on AVX-512 VNNI: limited by multiply-adds, two of 64 products a cycle.
+/* Many rows of a block format: limited by multiply-adds, on AVX-512 VNNI two of 64 products a cycle.
  *
- * A chunk of 256 k x 32 outputs is unpacked to L1 (weights.h) and multiplied with all rows of a block, six at a time: twelve sums hide the
- * latency of the multiply-add, and with the twelve f32 sums of the outputs they fill the registers. Where six do not divide the rows, some
- * panels have one row less. The first panel of a chunk is multiplied while the chunk is unpacked. Before, the rows of the block
- * were copied to panels, in the order in which they are read here, so that the processor fetches them ahead out of L2:
+ * The rows of a block are copied to panels, in the order in which they are read, so that the processor fetches them ahead out of L2. A
+ * panel has P rows, 6 with 16 lanes and 4 with less (multiply_chunk in linear.c); where P does not divide the rows, some have one less:
  *
- *     chunk of k: | rows 0-5 | rows 6-11 | ...     rows: | 32 k | 32 k | ...
- *     32 k:       | codes [6 rows][32] | f32 scale [6] | start or scaled [6], for groups of 16 twice |
+ *     chunk of k: | rows 0..P-1 | rows P..2P-1 | ...     rows: | 32 k | 32 k | ...
+ *     32 k:       | codes [P rows][32] | f32 scale [P] | start or scaled [P], for groups of 16 twice |
+ *
+ * With 16 lanes a chunk of 256 k x 32 outputs is unpacked to L1 (weights.h) and multiplied with all rows of a block, six at a time: twelve
+ * sums hide the latency of the multiply-add, and with the twelve f32 sums of the outputs they fill the registers. The first panel of a
+ * chunk is multiplied while the chunk is unpacked.
  *
  * start: FL_SUM_BITS - zero * (sum of the codes), what an integer sum begins with; scaled: for formats with a minimum, round(sx * S), in
  * wide groups (of 64 weights and more) the sum of these from the group's first on, so that the last one is M. The bits are those of
@@ -18,12 +20,9 @@
  */
 #include "linear_rows.h"
 
-#if FL_LANES == 16 && !defined(FL_AMX)
+#ifndef FL_AMX
 
-enum { PANEL_CODES = PANEL_ROWS * FL_TILE_K };
-
-/* Bytes of 32 k of a panel; k of a group that has one scale of weights and whole groups of activations. */
-FL_INLINE int step_bytes(const int halves) { return PANEL_CODES + 4 * PANEL_ROWS * (1 + halves); }
+/* k of a group that has one scale of weights and whole groups of activations. */
 FL_INLINE int group_size(const fl_layout *L) { return fl_group_tiles(L) * FL_TILE_K; }
 
 int FL_NAME(fl_block_rows)(const fl_layout *L, int rows, int K) {
@@ -39,9 +38,9 @@ int FL_NAME(fl_same_panels)(const fl_layout *one, const fl_layout *other) {
            (!one->minimum || group_size(one) == group_size(other));
 }
 
-/* Tiles of a chunk of row r of a panel. group: tiles with one scale of weights. codes, g: of the row, at the chunk's first k. */
-KERNEL void copy_row(const int halves, const int minimum, const int group, int zero, int tiles, int r, const int8_t *codes,
-                     const fl_group *g, uint8_t *panel) {
+/* Tiles of a chunk of row r of a panel. codes, g: of the row, at the chunk's first k. */
+static void copy_row(const fl_layout *L, int tiles, int r, const int8_t *codes, const fl_group *g, uint8_t *panel) {
+    const int halves = fl_halves(L), group = fl_group_tiles(L), zero = zero_of(L);
     float before = 0.0f;
     for (int t = 0; t < tiles; t++, g++, codes += FL_TILE_K, panel += step_bytes(halves)) {
         uint8_t *to = panel + PANEL_CODES + 4 * r;
@@ -51,17 +50,28 @@ KERNEL void copy_row(const int halves, const int minimum, const int group, int z
             const int32_t sum = halves == 2 ? g->sum[half] : g->sum[0] + g->sum[1], start = FL_SUM_BITS - zero * sum;
             const float own = halves == 2 ? g->scale * (float)sum : g->scaled, scaled = t % group ? before + own : own;
             before = scaled;
-            memcpy(to + 4 * PANEL_ROWS * (1 + half), minimum ? (const void *)&scaled : (const void *)&start, 4);
+            memcpy(to + 4 * PANEL_ROWS * (1 + half), L->minimum ? (const void *)&scaled : (const void *)&start, 4);
         }
     }
 }
 
-FL_INLINE vf set1_at(const uint8_t *p) {
-    float value;
-    memcpy(&value, p, 4);
-    return vf_set1(value);
+void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels) {
+    const int count = (rows + PANEL_ROWS - 1) / PANEL_ROWS, bytes = step_bytes(fl_halves(L));
+    for (int p = 0; p < count; p++)
+        for (int row = first_of(p, rows, count); row < first_of(p + 1, rows, count);
+             row++) { /* whole rows are read in order, too */
+            uint8_t *chunk_start = panels;
+            for (int k0 = 0; k0 < a->K; k0 += CHUNK) {
+                const int tiles = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / FL_TILE_K;
+                uint8_t *panel = chunk_start + (size_t)(p * tiles * bytes);
+                copy_row(L, tiles, row - first_of(p, rows, count), fl_codes(a, row0 + row) + k0,
+                         fl_groups(a, row0 + row) + k0 / FL_TILE_K, panel);
+                chunk_start += (size_t)(count * tiles * bytes);
+            }
+        }
 }
 
+#if FL_LANES == 16
 /* Sums of the R rows of one panel, from acc, and the groups of one chunk; to acc, or, with the last chunk, to where they go. tiles: of a
  * group; wide: more than one. With `packed`, weights of the layout L come from there and are unpacked to the chunk on the way: stores cost little
  * beside multiply-adds, and a tenth of the time of 24 rows in a loop of their own. Else they are in the chunk. */
@@ -102,7 +112,7 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
                 if (wide) __asm__ volatile("" ::: "memory");
                 if (wide)
                     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) part[r][v] =
-                        vf_fma(vf_exact(sum[r][v]), set1_at(record + 4 * r), part[r][v]);
+                        vf_fma(vf_exact(sum[r][v]), vf_set1(float_at(record + 4 * r)), part[r][v]);
             }
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 const int n = FL_LANES * v;
@@ -110,8 +120,8 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
                 const vf sw = vf_load(c->sw[at] + n), msw = vf_load(c->msw[at] + n), mw = vf_load(c->mw[at] + n);
                 UNROLL for (int r = 0; r < R; r++) {
                     vf y = wide ? vf_fma(part[r][v], sw, vf_load(acc[r] + n))
-                                : vf_fma(vf_scaled(sum[r][v], sw, msw), set1_at(last + 4 * r), sums[r][v]);
-                    if (minimum) y = vf_fma(mw, set1_at(last + second + 4 * r), y);
+                                : vf_fma(vf_scaled(sum[r][v], sw, msw), vf_set1(float_at(last + 4 * r)), sums[r][v]);
+                    if (minimum) y = vf_fma(mw, vf_set1(float_at(last + second + 4 * r)), y);
                     if (wide) vf_store(acc[r] + n, y);
                     else
                         sums[r][v] = y;
@@ -136,7 +146,6 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
 
 /* Functions per kind of group: what layouts differ in is gone after unpacking. */
 typedef struct {
-    void (*copy)(int group, int zero, int tiles, int r, const int8_t *codes, const fl_group *g, uint8_t *panel);
     void (*multiply)(int rows, int tiles, int groups, chunk *c, const uint8_t *panel, float (*acc)[FL_STRIP],
                      const panel_rows *to);
 } panel_kind;
@@ -145,9 +154,6 @@ typedef struct {
         multiply_panel(R, halves, minimum, wide, tiles, layout, groups, c, packed, panel, acc, to);                            \
         break;
 #define PANEL_KIND(name, halves, minimum, wide)                                                                                \
-    static void name##_copy(int group, int zero, int tiles, int r, const int8_t *codes, const fl_group *g, uint8_t *panel) {   \
-        copy_row(halves, minimum, wide ? group : 1, zero, tiles, r, codes, g, panel);                                          \
-    }                                                                                                                          \
     static void name##_multiply(int rows, int tiles, int groups, chunk *c, const uint8_t *panel, float (*acc)[FL_STRIP],       \
                                 const panel_rows *to) {                                                                        \
         const int t = wide ? tiles : 1;                                                                                        \
@@ -161,7 +167,7 @@ typedef struct {
             PANEL(6, halves, minimum, wide, t, NULL)                                                                           \
         }                                                                                                                      \
     }                                                                                                                          \
-    static const panel_kind name = {name##_copy, name##_multiply};
+    static const panel_kind name = {name##_multiply};
 PANEL_KIND(groups_of_16, 2, 0, 0)
 PANEL_KIND(groups_of_16_minimum, 2, 1, 0)
 PANEL_KIND(groups_of_32, 1, 0, 0)
@@ -173,26 +179,6 @@ static const panel_kind *kind_of(const fl_layout *L) {
     if (L->group == 16) return L->minimum ? &groups_of_16_minimum : &groups_of_16;
     if (L->group == 32) return L->minimum ? &groups_of_32_minimum : &groups_of_32;
     return L->minimum ? &wide_groups_minimum : &wide_groups;
-}
-
-/* Where panel p of `rows` rows begins: panels differ by one row at most. */
-FL_INLINE int first_of(int p, int rows, int count) { return p * rows / count; }
-
-void FL_NAME(fl_make_panels)(const fl_layout *L, const fl_acts *a, int row0, int rows, uint8_t *panels) {
-    const panel_kind *kind = kind_of(L);
-    const int count = (rows + PANEL_ROWS - 1) / PANEL_ROWS, bytes = step_bytes(fl_halves(L));
-    for (int p = 0; p < count; p++)
-        for (int row = first_of(p, rows, count); row < first_of(p + 1, rows, count);
-             row++) { /* whole rows are read in order, too */
-            uint8_t *chunk_start = panels;
-            for (int k0 = 0; k0 < a->K; k0 += CHUNK) {
-                const int tiles = (a->K - k0 < CHUNK ? a->K - k0 : CHUNK) / FL_TILE_K;
-                uint8_t *panel = chunk_start + (size_t)(p * tiles * bytes);
-                kind->copy(fl_group_tiles(L), zero_of(L), tiles, row - first_of(p, rows, count), fl_codes(a, row0 + row) + k0,
-                           fl_groups(a, row0 + row) + k0 / FL_TILE_K, panel);
-                chunk_start += (size_t)(count * tiles * bytes);
-            }
-        }
 }
 
 /* The first panel of a chunk: multiplied while the chunk is unpacked. */
@@ -269,6 +255,8 @@ void FL_NAME(fl_sum_panels)(const fl_weight *w, int rows, int strip, const uint8
         packed += size;
     }
 }
+
+#endif
 
 #else
 typedef int fl_no_panels; /* an empty file is no C */

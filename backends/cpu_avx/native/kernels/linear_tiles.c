@@ -92,11 +92,11 @@ KERNEL void finish_rows(const fl_layout *L, const pending *p) {
             const fl_group *record = p->record + (size_t)r * p->ldr;
             const vi sum = vi_load(p->sums[2 * (r / 16) + v][r % 16]);
             if (!wide) {
-                vf_store(acc, add_group(L, sum, sw, msw, mw, record, p->half, vf_load(acc)));
+                vf_store(acc, add_group(L, sum, sw, msw, mw, record->scale, scaled_sum(L, record, p->half), vf_load(acc)));
                 continue;
             }
-            const vf b = add_part(sum, record + p->tile, p->tile ? vf_load(part) : vf_zero());
-            if (last) vf_store(acc, add_wide(L, b, sw, mw, record, vf_load(acc)));
+            const vf b = add_part(sum, record[p->tile].scale, p->tile ? vf_load(part) : vf_zero());
+            if (last) vf_store(acc, add_wide(L, b, sw, mw, scaled_sum(L, record, 0), vf_load(acc)));
             else
                 vf_store(part, b);
         }

@@ -106,10 +106,10 @@ FL_INLINE float scaled_sum(const fl_layout *L, const fl_group *g, int half) {
     return sum;
 }
 
-/* acc after one group of 16 or 32: the two fma of layouts.h. */
-FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, const fl_group *g, int half, vsum acc) {
-    acc = vsum_fma(vf_scaled(sum, sw, msw), g->scale, acc, L->scale == FL_SCALE_EXP);
-    return L->minimum ? vsum_fma(mw, scaled_sum(L, g, half), acc, 0) : acc;
+/* acc after one group of 16 or 32: the two fma of layouts.h. scaled: round(sx * S), of formats with a minimum. */
+FL_INLINE vsum add_group(const fl_layout *L, vi sum, vf sw, vf msw, vf mw, float sx, float scaled, vsum acc) {
+    acc = vsum_fma(vf_scaled(sum, sw, msw), sx, acc, L->scale == FL_SCALE_EXP);
+    return L->minimum ? vsum_fma(mw, scaled, acc, 0) : acc;
 }
 
 /* sum[r][v] += sum of q * x over a tile, or over one half of it for groups of 16, for R rows and NV vectors from v0.
@@ -169,10 +169,10 @@ PART void tile_sums(const fl_layout *L, const int packed, const int R, const int
 }
 
 /* b after 32 k of a wide group, and acc after the whole of it. */
-FL_INLINE vsum add_part(vi sum, const fl_group *g, vsum b) { return vsum_fma(vf_exact(sum), g->scale, b, 0); }
-FL_INLINE vsum add_wide(const fl_layout *L, vsum b, vf sw, vf mw, const fl_group *first, vsum acc) {
+FL_INLINE vsum add_part(vi sum, float sx, vsum b) { return vsum_fma(vf_exact(sum), sx, b, 0); }
+FL_INLINE vsum add_wide(const fl_layout *L, vsum b, vf sw, vf mw, float M, vsum acc) {
     acc = vsum_scaled(b, sw, acc);
-    return L->minimum ? vsum_fma(mw, scaled_sum(L, first, 0), acc, 0) : acc;
+    return L->minimum ? vsum_fma(mw, M, acc, 0) : acc;
 }
 
 /* The scales of a group, its `at`-th, into the chunk. */
