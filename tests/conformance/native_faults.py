@@ -63,11 +63,6 @@ FAULTS = (
         ("linear/f32*q8_0/row/m8-n127-*#bound",),
     ),
     Fault(
-        "sums_of_16_bits", "sums in 16 bits are widened too rarely for codes of 5 bits", ("avx2",), "kernels/linear.c",
-        "const int run = L->top <= 15 ? 8 : L->top <= 31 ? 4 : 2,", "const int run = 8,",
-        ("linear/f32*q5_1/row/m1-n128-k256/offset*#bound",),
-    ),
-    Fault(
         "stale_scale_of_panels", "rows of a panel take the scale of the group before", ("avx512",), "kernels/linear_rows.c",
         "memcpy(to, &g->scale, 4);", "memcpy(to, &g[-(i > 0)].scale, 4);",
         ("linear/f32*q4_0/row/m64-*#bound",),
