@@ -20,6 +20,7 @@ __all__ = ["Bridge"]
 
 
 EVERY_S: Final = 0.033  # steps that are quicker bring their tokens together: at least that often, text leaves
+MANY: Final = 64  # events are not gathered beyond so many: log-probabilities make them large
 LATE_S: Final = 0.040  # after so long without a wake-up the loop takes what waits
 
 
@@ -44,7 +45,7 @@ class Bridge:
         enough and nothing is urgent, the loop sleeps until then. A loop that is closed has nobody who waits."""
         if self._queue and not self._woken:
             now = time.monotonic()
-            if next_s is not None and not self._urgent and now - self._woken_at + next_s < EVERY_S:
+            if next_s is not None and not self._urgent and len(self._queue) < MANY and now - self._woken_at + next_s < EVERY_S:
                 return
             self._woken, self._urgent, self._woken_at = True, False, now
             with contextlib.suppress(RuntimeError):

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from fastllm.server import bridge as bridges
-from fastllm.server.bridge import EVERY_S, LATE_S, Bridge
+from fastllm.server.bridge import EVERY_S, LATE_S, MANY, Bridge
 from fastllm.server.metrics import SECONDS, Tally
 from fastllm.server.sse import SLOT, Chunks, frame
 
@@ -74,6 +74,21 @@ def test_tokens_of_quick_steps_leave_together_and_never_wait_longer_than_said(cl
     waits += got
     assert loop.woken == 15
     assert max(waits) < EVERY_S
+
+
+def test_no_more_events_are_gathered_than_a_stream_may_hold(clock):
+    loop = Loop()
+    bridge = Bridge(loop)
+    bridge.put(lambda: None)
+    bridge.wake(0.001)
+    loop.turn()
+    for _ in range(MANY - 1):
+        bridge.put(lambda: None, urgent=False)
+        bridge.wake(0.0001)
+    assert loop.woken == 1
+    bridge.put(lambda: None, urgent=False)
+    bridge.wake(0.0001)
+    assert loop.woken == 2
 
 
 def test_slow_steps_first_tokens_and_what_nothing_follows_wake_at_once(clock):
