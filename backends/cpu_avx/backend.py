@@ -43,7 +43,8 @@ from fastllm.api import (
 )
 
 from . import _native, isa, pack
-from .lower import CACHE_TYPES, MAX_HEAD, Kept, lower
+from .kept import CACHE_TYPES, MAX_HEAD, Kept
+from .lower import lower
 from .operands import Source
 from .program import NativeProgram
 from .recurrent import MAX_KEY, MAX_TAPS

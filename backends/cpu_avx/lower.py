@@ -26,6 +26,7 @@ from typing import Any, Final
 from fastllm.api import FORMATS, KVSpec, Node, ShapeError, StepDims, UnsupportedError, check_cache, contiguous
 
 from . import _native, recurrent
+from .kept import MAX_HEAD, Kept
 from .operands import (
     Access,
     Source,
@@ -39,7 +40,7 @@ from .operands import (
     vector,
 )
 
-__all__ = ["CACHE_TYPES", "MAX_HEAD", "Kept", "Lowered", "lower"]
+__all__ = ["Lowered", "lower"]
 
 OPCODES: Final = {
     name: number
@@ -50,17 +51,12 @@ OPCODES: Final = {
     )
 }  # fmt: skip
 """As in program.h."""
-CACHE_TYPES: Final = {"f16": 1, "bf16": 2, "f32": 0, "int8": 4}
-PAIRED_TYPES: Final = {"bf16": 5, "int8": 6}
-"""The same elements in pairs, for products of bf16."""
 ACTS: Final = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "relu", "swiglu_oai")
 MASKS: Final = ("causal", "full", "prefix", "chunk")
 SCORES: Final = ("softmax", "sigmoid", "softmax_of_chosen")
 FULL, COLUMNS, ONE, ROWS = range(4)
 INDEX, SLOT, PAGES = range(3)
 
-MAX_HEAD: Final = 1024
-"""Elements of a head: the attention kernel keeps rows of them on its stack (MAX_WIDTH)."""
 KEY_RANGE: Final = 256
 """Keys of one range of the attention kernel (FL_RANGE)."""
 PARTIAL_ROWS: Final = 8
@@ -97,30 +93,6 @@ class Prepared:
     def whole(self, write: bool) -> Access:
         """All of the shared part, by any thread."""
         return Access(self.address, self.address + self.size, write)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """How caches are kept. dtype: their type where a spec does not say, or "auto"; bf16: whether products of attention may be of bf16, so
-    that types which fit are kept in pairs."""
-
-    dtype: str
-    bf16: bool
-
-    def pairs(self, spec: KVSpec) -> bool:
-        """Whether products of this cache are of bf16."""
-        fits = spec.value_dim > 0 and max(spec.key_dim, spec.value_dim) <= MAX_HEAD
-        return self.bf16 and fits and self.name(spec) in PAIRED_TYPES
-
-    def name(self, spec: KVSpec) -> str:
-        """The type of its elements. auto: what products of bf16 take as it is, else f16."""
-        if spec.dtype or self.dtype != "auto":
-            return spec.dtype or self.dtype
-        return "bf16" if self.bf16 and spec.value_dim else "f16"
-
-    def number(self, spec: KVSpec) -> int:
-        """As in kernels.h."""
-        return (PAIRED_TYPES if self.pairs(spec) else CACHE_TYPES)[self.name(spec)]
 
 
 @dataclass
