@@ -7,10 +7,13 @@
  *   listed   a1 a2 a3 | x1 x2 x3 x4 ...     refused ones are taken out, those behind them move up
  *            allowed  | nobody has asked yet
  *
- * Whatever the grammar says of the x, the row under its mask begins with the a. Their weights, and those that the x have at most and at
+ * Whatever the grammar says of the x, the row under its mask begins with the a. Their weights, and what the x weigh at most and at
  * least, bound every sum of the rule in `core/sampling.py`; where both bounds draw the same a, that is the token. Sums of weights are
- * integers, and each function of them here grows with its argument, so the bounds are exact and the token is bit for bit the one that
- * the mask gives. Where the list ends before that, the caller is told to take the mask.
+ * integers, and each function of them here grows with its argument, so the token is bit for bit the one that the mask gives. Where the
+ * list ends before that, the caller is told to take the mask.
+ *
+ * Weights do not quite fall with the logit: exp is rounded, so of two tokens side by side the lower one may weigh more. So min_p leaves
+ * no prefix of the order, and no token bounds the weight of those behind it by its own (fl_held_most).
  */
 #ifndef FASTLLM_HELD_H
 #define FASTLLM_HELD_H
@@ -89,6 +92,13 @@ FL_INLINE uint64_t fl_held_share(const fl_draw *draw, uint64_t total) {
     return draw->top_p < 1.0 ? fl_share(draw->top_p, total) : total - 1;
 }
 
+/* No token behind one of this weight weighs more than this: exp is right to 1e-7 (fl_exp), so twice that is less than 2^-22, and weights
+ * are rounded to integers. */
+FL_INLINE uint64_t fl_held_most(uint64_t weight) { return weight + (weight >> 22) + 1; }
+
+/* What of a weight min_p leaves. */
+FL_INLINE uint64_t fl_held_kept(const fl_draw *draw, uint64_t weight) { return weight >= draw->least ? weight : 0; }
+
 /* The token of the row, if what is known decides it; else FL_ASK, or FL_UNDECIDED where there is no more to ask for. */
 static int32_t fl_held_next(const fl_held *h) {
     const int64_t places = h->most - h->known, rest = h->count - h->known, listed = rest < places ? rest : places;
@@ -97,21 +107,22 @@ static int32_t fl_held_next(const fl_held *h) {
     if (h->most == 1) return fl_key_id(h->keys[0]);
     uint64_t least_total = 0; /* of top_k, if all others are refused */
     for (int64_t i = 0; i < h->known; i++) least_total += h->weights[i];
-    uint64_t most_total = least_total, unknown = 0; /* if all are allowed; unknown: of the others, what min_p leaves */
-    for (int64_t i = h->known; i < h->known + listed; i++) {
-        most_total += h->weights[i];
-        unknown += h->weights[i] >= h->draw.least ? h->weights[i] : 0;
+    uint64_t most_total = least_total, unknown = 0;          /* if all are allowed; unknown: of the others, what min_p leaves */
+    for (int64_t i = h->known; i < h->known + listed; i++) { /* or others in their places, from further behind */
+        const uint64_t most = fl_held_most(h->weights[i]);
+        most_total += most;
+        unknown += fl_held_kept(&h->draw, most);
     }
-    if (!h->whole && listed < places) { /* behind the list, and none of them is likelier than its last */
-        const uint64_t last = h->weights[h->count - 1], behind = (uint64_t)(places - listed) * last;
-        most_total += behind;
-        unknown += last >= h->draw.least ? behind : 0;
+    if (!h->whole && listed < places) { /* behind the list */
+        const uint64_t most = fl_held_most(h->weights[h->count - 1]), behind = (uint64_t)(places - listed);
+        most_total += behind * most;
+        unknown += behind * fl_held_kept(&h->draw, most);
     }
     const uint64_t least_share = fl_held_share(&h->draw, least_total), most_share = fl_held_share(&h->draw, most_total);
     uint64_t sum = 0, kept = 0, least_kept = 0, most_kept = 0; /* kept: by top_p and min_p */
     for (int64_t i = 0; i < h->known; i++) {
         sum += h->weights[i];
-        kept += h->weights[i] >= h->draw.least ? h->weights[i] : 0;
+        kept += fl_held_kept(&h->draw, h->weights[i]);
         if (least_kept == 0 && sum > least_share) least_kept = kept;
         if (most_kept == 0 && sum > most_share) most_kept = kept;
     }
@@ -119,7 +130,7 @@ static int32_t fl_held_next(const fl_held *h) {
     const uint64_t first = fl_target(h->draw.u, least_kept), last = fl_target(h->draw.u, most_kept);
     sum = 0;
     for (int64_t i = 0; i < h->known; i++) {
-        sum += h->weights[i];
+        sum += fl_held_kept(&h->draw, h->weights[i]);
         if (sum > first) return sum > last ? fl_key_id(h->keys[i]) : undecided;
     }
     return undecided;

@@ -18,6 +18,7 @@ from fastllm.core.request import Request
 from fastllm.core.sampling import SamplingParams
 
 from .fake_runner import VOCAB, FakeRunner
+from .test_sampling import reference_exp, reference_sample
 
 WORDS = (VOCAB + 31) // 32
 
@@ -96,6 +97,69 @@ def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
                 ranks.append(len(questions[row]))
     assert decided > 0.5 * 40 * rows, "lists decide most rows"
     assert np.mean(ranks) < 12, "and few questions do"
+
+
+def descending(first, count):
+    """Floats below 0, neighbours, from -first on: logits f32 [count], and their weights where the largest logit is 0, i64 [count]."""
+    z = -(np.float32(first).view(np.int32) + np.arange(count, dtype=np.int32)).view(np.float32)
+    return z, np.rint(reference_exp(z).astype(np.float64) * 2.0**40).astype(np.int64)
+
+
+def inversions():
+    """Neighbours of which the lower one weighs more: logits [n, 2], weights [n, 2]."""
+    z, weights = descending(0.24, 1 << 18)
+    at = np.flatnonzero(weights[1:] > weights[:-1])[:, None] + [0, 1]
+    return z[at], weights[at]
+
+
+def both(logits, allowed, *, u, top_k, min_p=0.0, top_p=1.0):
+    """Tokens of one row [n]: asked for singly, by the mask, and by the rule."""
+    f = np.float32
+    params = {"u": np.array([u]), "temperature": np.ones(1, f), "top_k": np.array([top_k], np.int32), "top_p": np.array([top_p], f), "min_p": np.array([min_p], f)}
+    held = Sampler(**params).choose(logits[None], [lambda token: bool(allowed[token])])[0]
+    return held, _kernels.sample(logits[None], mask=packed(allowed)[None], **params)[0], reference_sample(logits, u, 1.0, top_k, top_p, min_p, allowed=allowed)
+
+
+def test_what_min_p_leaves_is_no_prefix_of_the_order():
+    logits = np.array([0, -0.118441217, -0.118441224, *[-50] * 5], np.float32)
+    for u, token in ((0.3, 0), (0.6, 2), (0.9, 2)):  # the lower one of two neighbours weighs more, and alone is left
+        assert both(logits, np.ones(8, bool), u=u, top_k=5, min_p=0.888304055) == (token,) * 3
+
+
+def test_a_token_further_behind_may_weigh_more_than_one_that_is_refused():
+    pairs, weights = inversions()
+    assert len(pairs) > 100
+    for pair, (refused, left) in zip(pairs[::10], weights[::10].tolist(), strict=True):
+        logits = np.array([0, *pair, *[-50] * 60], np.float32)
+        u = 2.0**40 / (2.0**40 + (refused + left) / 2)  # with the one that is left the draw falls behind the first token, with the refused one it would not
+        held, masked, right = both(logits, np.isin(np.arange(63), [0, 2]), u=u, top_k=2)
+        assert masked == right == 2
+        assert held in (UNDECIDED, 2)
+
+
+def test_neighbours_whose_weights_are_out_of_order_are_drawn_as_by_their_mask():
+    rng, (pairs, weights) = np.random.default_rng(5), inversions()
+    decided = 0
+    for _ in range(2000):
+        n = int(rng.integers(2, 90))
+        logits = np.where(rng.random(n) < 0.9, pairs[rng.integers(0, len(pairs), n), rng.integers(0, 2, n)], -60).astype(np.float32)
+        logits[rng.integers(0, n)] = 0
+        allowed = rng.random(n) < rng.choice([0.3, 0.9, 1.0])
+        allowed[rng.integers(0, n)] = True
+        min_p = rng.choice([0.0, weights[rng.integers(0, len(weights)), 1] / 2.0**40])
+        held, masked, right = both(logits, allowed, u=rng.random(), top_k=int(rng.integers(2, 73)), min_p=min_p, top_p=rng.choice([1.0, 0.9, 0.5]))
+        assert masked == right
+        assert held in (UNDECIDED, right)
+        decided += held != UNDECIDED
+    assert decided > 500
+
+
+@pytest.mark.parametrize("first", [1e-6, 0.003, 0.0156, 0.03, 0.06, 0.118, 0.17, 0.2, 0.249, 0.3465, 0.5, 0.69, 1.03, 2.5, 7.0, 18.0, 27.0])
+def test_no_token_behind_another_weighs_more_than_the_bound(first):
+    """As `fl_held_most` has it; farther apart the order of weights is that of logits."""
+    _, weights = descending(first, 1 << 17)
+    behind = np.maximum.accumulate(weights[::-1])[::-1]
+    assert (behind <= weights + (weights >> 22) + 1).all()
 
 
 def test_what_no_list_decides_is_left_to_the_mask():
