@@ -61,5 +61,4 @@ class IncrementalDetokenizer:
 
 def special_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> dict[int, str]:
     """Ids of the stop texts that are exactly one special token."""
-    ids = ((tokenizer.piece_to_id(text), text) for text in stops)
-    return {index: text for index, text in ids if index is not None and index in tokenizer.special_ids}
+    return {tokenizer.special_texts[text]: text for text in stops if text in tokenizer.special_texts}

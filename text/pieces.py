@@ -35,7 +35,8 @@ class Pieces(Sequence[str]):
         return self._block[self._ends[number] : self._ends[number + 1]].decode("utf-8", "surrogatepass")
 
     def number(self, text: str) -> int | None:
-        """Of the last piece that is this text, or None. Under a millisecond: of the pieces that are as long, those with each byte are left."""
+        """Of the last piece that is this text, or None. Of the pieces that are as long, those with each byte are left: with 262,144 of them up to
+        1.4 ms, too much for what is asked for often."""
         part = text.encode("utf-8", "surrogatepass")
         starts, block = self._ends[:-1], np.frombuffer(self._block, np.uint8)
         numbers = np.flatnonzero(np.diff(self._ends) == len(part))

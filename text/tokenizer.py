@@ -40,7 +40,8 @@ class Tokenizer:
     """One model's tokenizer. Immutable after set-up and safe to share between threads.
 
     vocab_size: number of ids. bos_id, eos_id, unk_id: int or None. end_ids: every id that ends an answer. add_bos: whether a
-    prompt begins with BOS. special_ids: ids that stand for no text (`token_bytes` is empty and `decode` may skip them).
+    prompt begins with BOS. special_ids: ids that stand for no text (`token_bytes` is empty and `decode` may skip them). special_texts: their
+    pieces, with their ids.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -55,6 +56,7 @@ class Tokenizer:
         self.vocab_size = len(vocabulary.pieces)
         self.bos_id, self.eos_id, self.unk_id = vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
         self.end_ids, self.special_ids = vocabulary.end_ids, vocabulary.special_ids
+        self.special_texts = {self._pieces[i]: i for i in sorted(self.special_ids)}
         self.add_bos = vocabulary.bos_id is not None and vocabulary.bos_id in vocabulary.prefix_ids
 
     # constructors ------------------------------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def piece_to_id(self, piece: str) -> int | None:
-        """The id of a vocabulary entry, or None."""
+        """The id of a vocabulary entry, or None. Searches all of them: for special tokens there is `special_texts`."""
         return self._pieces.number(piece)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fastllm.core.errors import InvalidRequest
 from fastllm.text import IncrementalDetokenizer, Tokenizer
+from fastllm.text.detokenizer import special_stops
 
 TEXT = st.text(alphabet=st.sampled_from(list("ab \n<|>é你好😀👩\u200d🇩▁")) | st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -101,6 +102,23 @@ def test_a_stop_that_is_a_special_token_stops_at_its_id(byte_tokenizer):
     for text in ("<|im_end|>",):
         spelt = byte_tokenizer.encode(text, add_special=False, parse_special=False)
         assert "".join(run(byte_tokenizer, spelt, stop=[text])[0]) == ""
+
+
+def test_stops_are_looked_for_among_special_tokens_alone(byte_tokenizer, piece_tokenizer, monkeypatch):
+    """Each answer of a request asks, in the loop of the server: no search through the vocabulary."""
+
+    def search(tokenizer, piece):
+        raise AssertionError(f"{piece!r} is searched for among all tokens")
+
+    monkeypatch.setattr(Tokenizer, "piece_to_id", search)
+    for tokenizer in (byte_tokenizer, piece_tokenizer):
+        special = {tokenizer.id_to_piece(i): i for i in tokenizer.special_ids}
+        plain = next(tokenizer.id_to_piece(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids)
+        assert special_stops(tokenizer, [*special, plain, "no such piece"]) == {i: text for text, i in special.items()}
+        assert special_stops(tokenizer, [plain]) == {}
+        stream = IncrementalDetokenizer(tokenizer, stop=[*special, plain])
+        stream.push(next(iter(special.values())))
+        assert stream.stopped == next(iter(special))
 
 
 def test_a_continuation_keeps_its_leading_blank(piece_tokenizer):
