@@ -23,7 +23,7 @@ import numpy as np
 
 from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest
 
-from .depth import MAX_LEVELS, levels, with_room
+from .depth import MAX_LEVELS, MAX_NAMES, PATTERN_NAMES, levels, names, with_room
 from .json_schema import check_schema, refused
 from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
 from .matcher import CANNOT, Matcher, Sort, first_lines, told
@@ -242,14 +242,16 @@ class GrammarCompiler:
             if self._library is None:
                 self._library = self._open_library(param)
         lost = None
-        count, library = levels(kind, text), self._library
-        if count > MAX_LEVELS:
-            raise refused(f"it may have {count:,} rules, references and brackets in one another", f"the limit is {MAX_LEVELS:,}", param)
+        deep, wide, library = levels(kind, text), names(kind, text), self._library
+        if deep > MAX_LEVELS:
+            raise refused(f"it may have {deep:,} rules, references and brackets in one another", f"the limit is {MAX_LEVELS:,}", param)
+        if wide > MAX_NAMES:
+            raise refused(f"its objects have {wide:,} properties together", f"the limit is {MAX_NAMES:,}; a pattern counts as {PATTERN_NAMES}", param)
         try:
-            made, matcher = with_room(count, lambda: _read(source(), library))
+            made, matcher = with_room(deep + wide, lambda: _read(source(), library))
             if self._alphabet is not None and not matcher.is_error():
                 lost = unspelled(made, self._alphabet)
-        except (KeyboardInterrupt, SystemExit):
+        except (FastLLMError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises its own classes, some that are no class of its own, and panics, which are no Exception
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
