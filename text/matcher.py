@@ -4,6 +4,9 @@ Mostly the model's likeliest token is one that the grammar allows. The library s
 hundred. So the engine asks for single tokens first (`Matcher.check`), and for the mask where that does not decide. Where a model and a grammar go on
 disagreeing and masks are slow, they are computed beside the step, by a thread of their own.
 
+Which of these is taken depends on how long the library took, and never changes which tokens may come. One thing does depend on it: only masks are held to the
+library's limits. A grammar that goes beyond them at some token may fail an answer there on a slow machine, and be followed on a quick one.
+
 Matchers are made by `grammar.Grammar`, and used by the engine's thread.
 """
 
@@ -123,11 +126,14 @@ class Matcher:
     def ahead(self) -> None:
         """Begins to compute the next mask."""
         if self._ready is None and not self._coming:
-            self._coming = True
+            self._coming, taken = True, False
             self._done.acquire()
-            if not self._sort.worker.put(self):  # `mask` computes it
-                self._coming = False
-                self._done.release()
+            try:
+                taken = self._sort.worker.put(self)
+            finally:
+                if not taken:  # `mask` computes it
+                    self._coming = False
+                    self._done.release()
 
     def work(self) -> None:
         """Computes the mask that was asked for; in the worker's thread."""

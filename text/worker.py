@@ -53,9 +53,12 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def put(self, work: Work) -> bool:
-        """This is wanted. False: the interpreter ends, and nobody does it."""
+        """This is wanted. False: nobody does it, as the interpreter ends or no thread can be started."""
         if self._thread is None:
-            self._start()
+            try:
+                self._start()
+            except RuntimeError:
+                return False
         return self._waiting.put(work)
 
     def _start(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastllm.text import Tokenizer, matcher
 from fastllm.text.grammar import GrammarCompiler
+from fastllm.text.worker import Worker
 from tests.interface.conftest import byte_tokenizer
 
 VOCAB = 300  # more rows than the tokenizer has pieces
@@ -119,3 +122,34 @@ def test_a_mask_is_the_cheaper_way_after_some_questions(compiler, monkeypatch):
     one._sort.mask_s = 1.0
     allows = one.check()
     assert [allows(5) for _ in range(100)].index(None) == matcher.MIN_QUESTIONS + matcher.MAX_QUESTIONS
+
+
+def test_where_no_thread_can_be_started_the_next_mask_is_computed_when_it_is_asked_for(compiler, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    one, other = (compiler.regex("[ab]*c")() for _ in range(2))
+    monkeypatch.setattr(one._sort, "worker", Worker())
+    one._ready = None
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        one.ahead()
+        assert not one._coming
+        assert (one.mask() == other.mask()).all()
+    one._ready = None
+    one.ahead()
+    assert one._coming, "a thread that can be started later is"
+    assert (one.mask() == other.mask()).all()
+
+
+def test_a_mask_that_nobody_took_is_not_waited_for(compiler, monkeypatch):
+    def put(work):
+        raise MemoryError
+
+    one = compiler.regex("[ab]*c")()
+    one._ready = None
+    monkeypatch.setattr(one._sort, "worker", SimpleNamespace(put=put))
+    with pytest.raises(MemoryError):
+        one.ahead()
+    assert not one._done.locked()
+    assert one.mask().any()
