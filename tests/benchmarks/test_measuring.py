@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,19 @@ def test_each_value_stands_between_two_limits():
 def test_a_limit_that_cannot_be_measured_leaves_the_values():
     assert alternate(2, lambda: 1.0, lambda: None) == ([1.0, 1.0], [])
     assert alternate(1, lambda: 1.0) == ([1.0], [])
+
+
+def test_masks_can_be_measured_in_few_rounds(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("measure_masks", Path(__file__).parents[2] / "scripts" / "measure_masks.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.dearer([[3.0, 3.0]], [[2.0, 2.0]]) == [50.0]
+    assert script.dearer([[3.0], [4.0]], [[2.0], [2.0]]) == [50.0, 100.0]
+    assert script.dearer([[9.0], [4.0], [5.0], [3.0], [8.0]], [[2.0]] * 5) == [50.0, 100.0, 150.0], "the quickest of each third"
+    monkeypatch.setattr(sys, "argv", ["measure_masks.py", "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--rounds must be at least 1" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
