@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 __all__ = ["Bridge"]
@@ -49,21 +49,34 @@ class Bridge:
                 return
             self._woken, self._urgent, self._woken_at = True, False, now
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._flush)
+                self._loop.call_soon_threadsafe(self._answer)
 
     def soon(self, call: Callable[[], None]) -> None:
         """On the loop: `call()` when all that waits now has been called; where nothing is being called, with the loop's next turn. Cheaper than that where many
-        streams are written to at once."""
+        streams are written to at once. One that fails keeps no other from being called."""
         if self._after is None:
             self._loop.call_soon(call)
         else:
             self._after.append(call)
 
-    def _flush(self) -> None:
+    def _answer(self) -> None:
+        """To a wake-up. The look follows it even where nothing waits, because the turn before took it: events are put off from the wake-up on."""
         self._woken = False  # before the queue is read: whoever comes now wakes the loop again
+        self._look_later()
+        self._flush()
+
+    def _look(self) -> None:
+        """Long after the last wake-up: what was put off, and what a receiver that failed has left, is called."""
+        if self._queue:
+            self._look_later()
+            self._flush()
+
+    def _look_later(self) -> None:
         if self._late is not None:
             self._late.cancel()
-        self._late = self._loop.call_later(LATE_S, self._flush) if self._queue else None
+        self._late = self._loop.call_later(LATE_S, self._look)
+
+    def _flush(self) -> None:
         after: list[Callable[[], None]] = []
         self._after = after
         try:
@@ -72,5 +85,16 @@ class Bridge:
                 receiver(*args)
         finally:
             self._after = None
-            for call in after:
-                call()
+            _call_all(after)
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Calls each; then raises the first error that there was."""
+    errors = list[Exception]()
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

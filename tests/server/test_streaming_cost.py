@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -136,6 +137,46 @@ def test_a_wake_up_puts_the_look_off(clock):
     assert [timer.cancelled for timer in loop.timers] == [True, True, False]
 
 
+def test_a_wake_up_that_finds_nothing_leaves_a_look_for_what_is_put_off_after_it(clock):
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+    bridge.put(got.append, 1)
+    bridge.wake()
+    loop.turn()
+    bridge.put(got.append, 2)
+    bridge.wake()
+    loop.timers[-1].call()  # the loop runs what is due before what it was woken for
+    assert got == [1, 2]
+    loop.turn()
+    bridge.put(got.append, 3, urgent=False)
+    bridge.wake(0.001)
+    loop.turn()
+    assert (got, loop.woken, loop.timers[-1].cancelled) == ([1, 2], 2, False)
+    loop.timers[-1].call()
+    assert got == [1, 2, 3]
+
+
+def test_a_look_that_is_due_between_two_wake_ups_is_not_the_last(clock):
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def another():  # comes while the loop calls what it was woken for, and is taken with it
+        bridge.put(got.append, 2)
+        bridge.wake()
+
+    bridge.put(another)
+    bridge.wake()
+    loop.turn()
+    assert (got, loop.woken) == ([2], 2)
+    loop.timers[-1].call()  # nothing waits
+    loop.turn()
+    bridge.put(got.append, 3, urgent=False)
+    bridge.wake(0.001)
+    assert (loop.woken, loop.timers[-1].cancelled) == (2, False)
+    loop.timers[-1].call()
+    assert got == [2, 3]
+
+
 def test_what_is_to_be_done_soon_is_done_after_all_that_waits_also_where_something_fails():
     loop, got = Loop(), []
     bridge = Bridge(loop)
@@ -156,6 +197,22 @@ def test_what_is_to_be_done_soon_is_done_after_all_that_waits_also_where_somethi
     bridge.wake()
     loop.turn()
     assert got[6:] == [3]
+
+
+def test_what_is_to_be_done_soon_is_done_where_another_of_it_fails():
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def fails(number):
+        got.append(number)
+        raise ValueError(f"of {number}")
+
+    for number in range(4):
+        bridge.put(bridge.soon, partial(fails if number % 2 else got.append, number))
+    bridge.wake()
+    with pytest.raises(ValueError, match="of 1"):
+        loop.turn()
+    assert got == [0, 1, 2, 3]
 
 
 def test_a_closed_loop_is_no_matter_of_the_engine():
