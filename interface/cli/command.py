@@ -118,7 +118,7 @@ class Command(click.Command):
                 rest = self._configured(ctx, args, rest, given, notes)
         for line in (*ctx.meta.pop("notes", ()), *notes):
             note(line, ctx.params)
-        if unknown := unknown_variables(self):
+        if unknown := unknown_variables(self, bool(ctx.params.get("plugin_paths"))):
             note("; ".join(unknown), ctx.params, "unset it; `docs/cli.md` lists those that there are")
         return rest
 

@@ -195,11 +195,10 @@ def dtype_of(values: Mapping[str, Any]) -> str | None:
 
 def _backend(values: Mapping[str, Any]) -> str | None:
     """NAME[:DEVICE] of `--backend` and `--device`. Raises for a device beside another one, and for several devices."""
-    backend, device = values.get("backend"), values.get("device")
+    variable, device = _variable(values), values.get("device")
+    backend = values.get("backend") or variable
     if device is None:
         return backend
-    if backend is None and device.isdigit():
-        backend = os.environ.get("FASTLLM_BACKEND") or None
     if re.search(r"[,{=]|multi|numa", device) or device.count(":") > 1:
         from ..core.errors import UnsupportedError
 
@@ -210,15 +209,22 @@ def _backend(values: Mapping[str, Any]) -> str | None:
         raise UsageError(f"--device {device} is a device of a backend, and none is named", fix=f"--backend NAME --device {device}")
     own = kind or (name if backend is None else backend.partition(":")[0])
     if backend is not None and (":" in backend or (kind is not None and kind != backend)):
-        raise UsageError(f"--backend {backend} and --device {device} differ", fix="give one of them")
+        named = f"FASTLLM_BACKEND={variable}" if variable else f"--backend {backend}"
+        raise UsageError(f"{named} and --device {device} differ", fix="give one of them")
     chosen = number if kind is not None or backend is None else device
     return f"{own}:{chosen}" if chosen else own
+
+
+def _variable(values: Mapping[str, Any]) -> str | None:
+    """The value of FASTLLM_BACKEND where `--device` is a number and so a device of that backend. Without one, whoever chooses backends reads it."""
+    beside = values.get("backend") is None and (values.get("device") or "").isdigit()
+    return (os.environ.get("FASTLLM_BACKEND") or None) if beside else None
 
 
 def backend_origin(values: Mapping[str, Any]) -> str:
     """Who names the backend: an option as it was given, or the variable or the file that it is from."""
     context = click.get_current_context()
-    named = []
+    named = [f"FASTLLM_BACKEND={beside}"] if (beside := _variable(values)) else []
     for name in ("backend", "device"):
         if (value := values.get(name)) is None:
             continue

@@ -16,6 +16,7 @@ from .command import Command, model_argument
 from .files import read_text
 from .options import load_options, model_options, sampling_options, thinking_option
 from .sizes import Size
+from .variables import PortOption
 
 if TYPE_CHECKING:
     from ..core.sampling import SamplingParams
@@ -37,7 +38,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What only a server takes, in the order of the help."""
     options = (
         click.option("--host", "hosts", multiple=True, default=("127.0.0.1",), envvar="FASTLLM_HOST", help="Address or name to listen on; may be repeated.  [default: 127.0.0.1]"),
-        click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 picks a free one, and prints it.  [default: 8000]"),
+        click.option("--port", cls=PortOption, type=click.IntRange(0, 65535), default=8000, help="0 picks a free one, and prints it.  [default: 8000]"),
         click.option("--uds", type=click.Path(dir_okay=False), help="Listen on this Unix socket, and on no port."),
         click.option("--root-path", default="", help="Prefix of all routes behind a proxy, such as /llm."),
         click.option("--model-name", "model_names", multiple=True, envvar="FASTLLM_MODEL_NAME", help="Name that clients use; may be repeated.  [default: the model's]"),

@@ -1,4 +1,4 @@
-"""Variables: those that begin with FASTLLM_ and are none, and who gave an option that an error names.
+"""Variables: those that begin with FASTLLM_ and are none of ours, and who gave an option that an error names.
 
 A variable is set once and forgotten. A misspelt one would change nothing in silence, and somebody who reads "--device 7 …" and never typed it
 looks in vain. `command` uses both for every command.
@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from ..core.errors import FastLLMError
 from .command import config_origin, long_name
 
-__all__ = ["PREFIX", "VARIABLES", "origins", "say_origins", "unknown_variables"]
+__all__ = ["PREFIX", "VARIABLES", "PortOption", "origins", "say_origins", "unknown_variables"]
 
 PREFIX = "FASTLLM_"
 VARIABLES = frozenset({
@@ -25,13 +25,32 @@ VARIABLES = frozenset({
     *("FASTLLM_BENCH_CACHE", "FASTLLM_DEBUG_BUILD"),  # of the source tree, as all that begin with FASTLLM_EXTERNAL
 })  # fmt: skip
 """Variables that are not made of the name of an option."""
+_SERVICE = re.compile(rf"{PREFIX}(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)")
+_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://\S+")
 
 
-def unknown_variables(command: click.Command) -> tuple[str, ...]:
+class PortOption(click.Option):
+    """`--port`. Its variable counts as not set where its value is the address of a Service of Kubernetes: nobody gave it."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The variable's value, if it is one."""
+        value = super().resolve_envvar_value(ctx)
+        return None if value is not None and _of_kubernetes(str(self.envvar), value) else value
+
+
+def _of_kubernetes(name: str, value: str) -> bool:
+    """Whether a variable is one of those that every pod has for each Service, here one that is called `fastllm` or `fastllm-…`."""
+    return _SERVICE.fullmatch(name) is not None or (name.endswith("_PORT") and _ADDRESS.fullmatch(value) is not None)
+
+
+def unknown_variables(command: click.Command, with_plugin: bool = False) -> tuple[str, ...]:
     """A phrase about each variable that nothing reads. Those of other commands' options are known; so is one that begins with FASTLLM_ and
-    the name of an installed backend, which is its own. An empty one counts as not set."""
+    the name of an installed backend, which is its own. An empty one counts as not set, and so do those of Kubernetes. with_plugin: a backend is
+    given as a Python file. Its name is not known before the file is run, so none is told then."""
+    if with_plugin or os.environ.get(f"{PREFIX}PLUGIN"):
+        return ()
     asked = [n for n, value in os.environ.items() if n.startswith(PREFIX) and value and n not in VARIABLES and not n.startswith(f"{PREFIX}EXTERNAL")]
-    asked = sorted(set(asked) - _of(command))
+    asked = sorted(n for n in set(asked) - _of(command) if not _of_kubernetes(n, os.environ[n]))
     if not asked:
         return ()
     from .config_file import all_commands
@@ -65,10 +84,15 @@ def origins(ctx: click.Context, text: str) -> str:
             continue
         model = str(ctx.params.get("model") or "") if option.name == "model_flag" and "other_model" not in ctx.meta else ""
         named = any(re.search(rf"(?<![\w-]){re.escape(o)}(?![\w-])", text) for o in (*option.opts, *option.secondary_opts) if o.startswith("--"))
-        if named or (model and model in text):
+        if named or (model and _names(text, model)):
             where = f"the variable {option.envvar}" if source == ParameterSource.ENVIRONMENT else config_origin(ctx, option.name)
             found.append(f"{'the model' if model else long_name(option)} is from {where}")
     return "; ".join(found)
+
+
+def _names(text: str, model: str) -> bool:
+    """Whether a text holds the name or path of a model as a word of its own or as parts of a path."""
+    return re.search(rf"(?<![\w.-]){re.escape(model)}(?![\w-]|\.\S)", text) is not None
 
 
 def say_origins(ctx: click.Context, error: FastLLMError) -> None:
