@@ -23,7 +23,7 @@ import numpy as np
 from .errors import ShapeError, UsageError
 from .ops import CATALOGUE, STEP_INPUTS, Dim, Shape
 
-__all__ = ["KV_DTYPES", "Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View", "experts_of_row", "with_kv_dtype"]
+__all__ = ["KV_DTYPES", "Graph", "GraphBuilder", "KVSpec", "Node", "SlotSpec", "Value", "View", "with_kv_dtype"]
 
 KV_DTYPES: Final = ("f16", "bf16", "f32", "int8")
 """How keys and values may be kept. int8: of each token and head, codes round(x / scale) and scale = largest |x| / 127 in f32."""
@@ -144,14 +144,6 @@ class Graph:
         for name in self.outputs:
             if name not in ready or self.values[name].kind != "temp":
                 raise ShapeError(f"output '{name}' is not made by a node (views, inputs and weights cannot be outputs)")
-
-
-def experts_of_row(graph: Graph, node: Node) -> tuple[int, int]:
-    """How many of the matrices of a `moe` node one row takes, and how many there are; (1, 1) for other nodes."""
-    if node.op != "moe":
-        return 1, 1
-    ids, gate = graph.values[str(node.inputs[1])], graph.values[str(node.inputs[3])]
-    return int(ids.shape[1]), int(gate.shape[0])
 
 
 def with_kv_dtype(graph: Graph, dtype: str) -> Graph:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph, experts_of_row
+from .graph import Graph, Node
 from .weights import WeightRef
 
-__all__ = ["ModelDef"]
+__all__ = ["ModelDef", "experts_of_row"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,11 @@ class ModelDef:
                 if name in total:
                     active[name] = total[name] * taken // count
         return sum(active.values()), sum(total.values())
+
+
+def experts_of_row(graph: Graph, node: Node) -> tuple[int, int]:
+    """How many of the matrices of a `moe` node one row takes, and how many there are; (1, 1) for other nodes."""
+    if node.op != "moe":
+        return 1, 1
+    ids, gate = graph.values[str(node.inputs[1])], graph.values[str(node.inputs[3])]
+    return int(ids.shape[1]), int(gate.shape[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .backend import PackedLayout, StepDims, plain_bytes
-from .graph import Graph, Value, experts_of_row
+from .graph import Graph, Value
+from .model import experts_of_row
 
 __all__ = ["HOST", "INHERITED", "Copy", "Decision", "LeftOp", "Place", "Plan", "Segment", "StepLimits"]
 

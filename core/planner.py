@@ -13,7 +13,8 @@ from .arena import Lifetime, pack_lifetimes
 from .backend import Backend, No, OpQuery, PackedLayout, Yes, plain_bytes
 from .decompose import decompose, expand
 from .errors import UnsupportedError, UsageError
-from .graph import Graph, KVSpec, Node, SlotSpec, Value, experts_of_row
+from .graph import Graph, KVSpec, Node, SlotSpec, Value
+from .model import experts_of_row
 from .ops import CATALOGUE, OPSET
 from .placement import Placement
 from .plan import HOST, INHERITED, Copy, Decision, Place, Plan, Segment, StepLimits
@@ -88,7 +89,8 @@ class _Planner:
     def _stays_whole(self, node: Node, device: str) -> bool:
         """Whether a node is not decomposed: its device runs it natively; or the parts are dearer than the op, and the device does not run
         every one of them natively, or another device runs the op natively and the parts are much dearer. What `ref` would do, or a
-        device only inherits, is numpy on the host: that counts only where nobody runs the parts."""
+        device only inherits, is numpy on the host: that counts only where nobody runs the parts. A node that copies and that nobody runs is
+        refused rather than rounded."""
         if self._runs(node, device):
             return True
         if node.op not in DEARER:
@@ -96,7 +98,8 @@ class _Planner:
         much = self._much_dearer(node) and self.fallback != "error"
         if much and any(self._runs(node, other) for other, backend in self.backends.items() if backend.name != "ref"):
             return True
-        return any(isinstance(self._ask(node, other), Yes) for other in self.backends) and not self._runs_parts(node, device)
+        known = any(isinstance(self._ask(node, other), Yes) for other in self.backends)
+        return (known or node.op in COPYING) and not self._runs_parts(node, device)
 
     def _much_dearer(self, node: Node) -> bool:
         """Whether the parts cost so much more than the op that a copy to another device is cheaper: many experts that no row chose, or a

@@ -23,6 +23,7 @@ __all__ = ["HostTensor", "PackedLayout", "TensorSource", "WeightRef", "stored_as
 
 _COLUMN: Final = re.compile(r":, (\d+) of (\d+)")
 
+
 @dataclass(frozen=True)
 class PackedLayout:
     """How a backend stores a weight: id and version (the cache key of packed files), shape and bytes."""

@@ -343,7 +343,7 @@ def decompositions() -> str:
             rows.append((f"`{name}`", f"none, it is a primitive: {spec.indivisible}", "the next device that has it, at last `ref`"))
             continue
         text = " ".join((inspect.getdoc(spec.decompose) or "").partition("\n\n")[0].split())
-        taken = "where the device runs all parts natively (see above)" if name in DEARER else "always"
+        taken = "where the device runs all parts natively (see below)" if name in DEARER else "always"
         rows.append((f"`{name}`", text, taken))
     return table(("op", "as core ops", "that is done"), rows)
 

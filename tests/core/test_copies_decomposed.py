@@ -153,6 +153,8 @@ def test_a_device_that_rounds_copies_nothing_by_products():
         assert [d.device for d in plan.decisions if plan.graph.nodes[d.node].op == "concat"] == ["ref"]
         with pytest.raises(UnsupportedError, match="would leave device 'own'"):
             results(model, {"own": own, "ref": RefBackend()}, ids, "error")
+        with pytest.raises(UnsupportedError, match="no backend runs op 'concat'"):
+            results(model, {"own": own}, ids)
     plan, _ = results(model, {"own": Rounds(act="f32", acc="f64"), "ref": RefBackend()}, ids, "error")
     assert plan.left == []
 

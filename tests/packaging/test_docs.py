@@ -125,6 +125,12 @@ def test_every_generated_part_is_used_somewhere():
     assert used == set(make_docs.PARTS)
 
 
+def test_the_conditions_that_a_table_says_to_be_below_are():
+    text, condition = read("docs/operator-interface.md"), "the device runs all parts natively (see below)"
+    assert make_docs.decompositions().count(condition) == text.count(condition) == 3
+    assert text.rindex(condition) < text.index("are also defined by `RefBackend`, because the parts do more work than the op")
+
+
 def test_every_command_has_a_table():
     shown = {part.removeprefix("options.").replace(".", " ") for part in make_docs.PARTS if part.startswith("options.")}
     assert shown == {name for name, command in make_docs.commands() if not isinstance(command, click.Group)}
