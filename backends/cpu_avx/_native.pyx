@@ -37,6 +37,7 @@ cdef extern from "kernels.h" nogil:
         int32_t block_size, heads, key_dim, value_dim, dtype
     ctypedef struct fl_kernels:
         const char *name
+        int32_t pairs
     int64_t fl_cache_block_bytes(const fl_cache *cache)
     int FL_KV_GROUP
     int64_t fl_attention_scratch(int32_t key_dim, int32_t value_dim)
@@ -124,6 +125,15 @@ def isa_missing(int isa) -> str | None:
     """Why variant number `isa` cannot run here; None if it can."""
     cdef const char *why = fl_isa_missing(isa)
     return None if why == NULL else (<bytes>why).decode()
+
+
+def attends_in_pairs(str isa) -> bool:
+    """Whether attention of a variant multiplies bf16, in caches of pairs. Raises ValueError for one that cannot run here."""
+    cdef bytes raw = isa.encode()
+    cdef const fl_kernels *kernels = fl_kernels_for(raw)
+    if kernels == NULL:
+        raise ValueError(f"the variant {isa} cannot run here")
+    return kernels.pairs != 0
 
 
 def peaks() -> list[tuple[str, str, int, str]]:

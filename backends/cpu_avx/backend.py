@@ -97,7 +97,7 @@ class CpuBackend(Backend):
         self.threads, self.reason = choice.count, choice.reason
         self.warning = "; ".join(line for line in (choice.warning, _distrusted(isa)) if line)
         self._exact, self._bf16 = act == "f32", _native.multiplies_bf16(self.isa)
-        self._kept = Kept(kv_dtype, self._bf16 and not self._exact)
+        self._kept = Kept(kv_dtype, not self._exact and _native.attends_in_pairs(self.isa))
         self._used, self._closed = 0, False
         try:
             # more threads than cores: whoever spins keeps the core from whom it waits for (256 threads on 2 cores: 30 times slower)

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastllm.api import Backend, HostTensor, No, OpQuery, Yes
 
+from .. import bounds, oracle_extended
 from .base import Breaker, Mutant, MutantBase, PackedBase, changed, post, pre
 from .numeric import make
 
@@ -17,6 +18,7 @@ __all__ = ["mutants"]
 
 Array = np.ndarray
 F32 = np.float32
+REF_GROUP = 32  # channels of a head that share a scale of int8 in `ref`
 
 
 def _attrs(**values: Any) -> Breaker:
@@ -39,8 +41,6 @@ def _concat() -> Iterator[tuple[str, str, str, str, Breaker]]:
 
 def _dense(*which: int) -> Callable[..., None]:
     def change(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
-        from dataclasses import replace
-
         for i in which:
             if inputs[i] is not None:
                 inputs[i] = replace(inputs[i], strides=None)
@@ -294,6 +294,42 @@ def _one_scale(x: Array) -> Array:
     return np.rint(x / np.where(step > 0, step, F32(1))) * step
 
 
+class _InWeights(MutantBase):
+    """Weights of attention take the scale of an int8 value and are rounded to bf16, declared: as if the scale were."""
+
+    def __init__(self, breakers: Mapping[str, Breaker] | None = None, options: Mapping[str, str] | None = None):
+        """As the base."""
+        super().__init__({"kv_write": _scaled(_to_bf16), **(breakers or {})}, options)
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        """Declares the rounding."""
+        answer = super().supports(q)
+        return replace(answer, prob="bf16") if isinstance(answer, Yes) and q.op == "attention" and str(answer.weight).startswith("int8") else answer
+
+
+def _to_bf16(x: Array) -> Array:
+    return bounds.round_to(x, "bf16").astype(F32)
+
+
+def _cut_to_7_bits(x: Array) -> Array:
+    return (np.ascontiguousarray(x, F32).view(np.uint32) & np.uint32(0xFFFE0000)).view(F32)
+
+
+def _scaled(round_scale: Callable[[Array], Array]) -> Breaker:
+    """Values of an int8 cache keep their codes and get a rounded scale. Keys are as they are."""
+
+    def breaker(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+        def call(cache: Any, key: Any, value: Any, slots: Any, **more: Any) -> None:
+            if value is not None and cache.spec.dtype == "int8":
+                codes, scales = oracle_extended.int8_vectors(backend.array(value), REF_GROUP)
+                value = backend.temporary((np.rint(codes) * round_scale(scales)).astype(F32), value)
+            honest(cache, key, value, slots, **more)
+
+        return call
+
+    return breaker
+
+
 def _caches() -> Iterator[tuple[str, str, str, Breaker]]:
     yield "bf16_truncated", "bf16 by cutting instead of rounding", "kv_write/bf16/*#bound", _rounded(_truncated)
     yield "int8_toward_zero", "int8 codes are cut, not rounded", "kv_write/int8/*#bound", _rounded(_toward_zero)
@@ -359,4 +395,6 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"{op}.step_of_{name}_ignored", "memory", what, cases, rule, make(op, pre(_as_vector(at, low))), plain)
     lacking: Callable[[Mapping[str, str]], Backend] = lambda options: _NoExperts(None, options)  # noqa: E731
     yield Mutant("embed.step_of_ids_ignored", "experts", "ids that are a column are read as a vector", "moe/f32*f32/row/any/decomposed#bound", "bound", make("embed", pre(_first_column), _NoExperts), lacking)
+    in_weights: Callable[[Mapping[str, str]], Backend] = lambda options: _InWeights(None, options)  # noqa: E731
+    yield Mutant("kv_write.int8_scale_of_7_bits", "memory", "a weight that takes the scale of an int8 value keeps 7 bits of it, not 8 as declared", "kv_write/int8/*#bound", "bound", make("kv_write", _scaled(_cut_to_7_bits), _InWeights), in_weights)
     yield Mutant("attention.cache_undeclared", "attention", "an int8 cache that is not declared", "kv_write/int8/*#bound", "honest", lambda options: _Undeclared(None, options), plain)

@@ -60,8 +60,8 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, k
         y, off = (np.concatenate([pair[i].repeat(group, axis=1) for pair in rounded]) for i in (0, 1))
         own = np.where(off > 0, 4 * bounds.U["f32"] * np.abs(y) + bounds.TINY, 0.0)
         slack = np.maximum(off - own, 0.0)
-        if off.any() and ran.yes.prob is not None:  # codes are multiplied with a weight that took their scale and is rounded as declared
-            own = own + 4 * bounds.U[ran.yes.prob] * np.abs(y)
+        if off.any() and ran.yes.prob is not None:  # the weight, which is 1, takes the scale of the codes and is rounded once, as declared
+            own = own + 1.5 * bounds.U[ran.yes.prob] * np.abs(y)
         first = expect(session, case_id, ran, [Expected(y, own, not off.any(), slack)], "bound")
         ran = kit.attend(queries, where)
         expect(session, case_id, ran, [kit.expected(queries, where, ran)], "bound")

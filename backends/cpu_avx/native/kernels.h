@@ -110,6 +110,7 @@ typedef struct {
 typedef struct {
     const char *name; /* baseline, avx2, avx512, amx */
     const fl_linear_ops *linear;
+    int32_t pairs; /* 1: attention multiplies bf16, in caches of pairs */
     void (*embed)(const int32_t *ids, const fl_view *table, const fl_view *out, int64_t i0, int64_t i1);
     void (*rms_norm)(const fl_view *x, const float *weight, float eps, const fl_view *out, int64_t i0, int64_t i1);
     void (*layer_norm)(const fl_view *x, const float *weight, const float *bias, float eps, const fl_view *out, int64_t i0,

@@ -1,5 +1,6 @@
 /* The table of one variant: everything that the interpreter (program.c) calls. */
 #include "ops.h"
+#include "vec.h"
 
 extern const fl_linear_ops FL_NAME(fl_linear_table);
 
@@ -9,6 +10,7 @@ extern const fl_linear_ops FL_NAME(fl_linear_table);
 const fl_kernels FL_NAME(fl_kernels) = {
     .name = FL_STRING(FL_VARIANT),
     .linear = &FL_NAME(fl_linear_table),
+    .pairs = FL_WIDE == 16, /* as attention_pairs.c; in emulation only the linear kernels are that wide */
     .embed = FL_NAME(fl_embed),
     .rms_norm = FL_NAME(fl_rms_norm),
     .layer_norm = FL_NAME(fl_layer_norm),
