@@ -106,11 +106,13 @@ def test_cpu_avx_agrees_with_the_reference(name, act, bound, real_model_path):
     assert perplexity == pytest.approx(reference["perplexity"]["perplexity"], rel=bound)
 
 
-@pytest.mark.parametrize(("act", "whole", "bounds"), [("f32", "f32", {"bf16": 0.0001, "int8": 0.002}), ("int8", "f16", {"bf16": 0.002, "int8": 0.004})])
+@pytest.mark.parametrize(("act", "whole", "bounds"), [("f32", "f32", {"bf16": 0.0001, "int8": 0.001}), ("int8", "f16", {"bf16": 0.005, "int8": 0.007})])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_smaller_cache_changes_the_predictions_little(name, act, whole, bounds, real_model_path):
     """bounds: of the mean divergence Σ p · ln(p / q) between what may follow a token with the whole cache (p) and with the smaller one (q),
-    in nats: what the change would cost on text of the model's own. FOUND. With act=int8 the attention of avx512 and amx multiplies bf16 over the smaller caches, and not over the whole one.
+    in nats: what the change would cost on text of the model's own. Found with act=f32: bf16 0.00001 to 0.00003, int8 0.0003 to 0.0005. With
+    act=int8, where avx512 and amx multiply bf16 over the smaller caches (bf16 is the default there): bf16 0.0015 to 0.0027, int8 0.0017 to
+    0.0035. avx2, which multiplies f32, has the same: any change of the last bits rounds other activations to other codes.
     The perplexity of one text of 211 tokens says less: its change has a standard error of 0.3 %, so that the 0.5 % that it must not go
     beyond are asked of it within two of those errors."""
     ids = REFERENCE[MODELS[name]]["perplexity"]["ids"]
