@@ -66,13 +66,12 @@ def cases_for(target: Target, seed: int = DEFAULT_SEED) -> dict[str, Case]:
     known = dict(all_cases())
     if target.mutant:
         return known
-    from fastllm.api import plugin_facts
+    from fastllm.api import plugin_cases
 
-    facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
-    for case in facts.cases:
+    for case in plugin_cases(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths):
         own = replace(case, id=f"vendor/{case.id}", group="vendor", required=False)
         if own.id in known:
-            raise UsageError(f"two cases of '{facts.name}' are called '{case.id}'", who=facts.distribution)
+            raise UsageError(f"two cases of '{target.name}' are called '{case.id}'", who=f"backend '{target.name}'")
         known[own.id] = own
     return known
 

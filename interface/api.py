@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .host import PluginFacts as PluginFacts
     from .host import host_sample as host_sample
     from .host import open_backend as open_backend
+    from .host import plugin_cases as plugin_cases
     from .host import plugin_facts as plugin_facts
     from .host import read_model as read_model
 
@@ -148,6 +149,7 @@ __all__ = [
     "memory_limit",
     "open_backend",
     "plain_bytes",
+    "plugin_cases",
     "plugin_facts",
     "read_model",
     "refuse_operands",
@@ -171,6 +173,7 @@ _LAZY = {
     "PluginFacts": "host",
     "host_sample": "host",
     "open_backend": "host",
+    "plugin_cases": "host",
     "plugin_facts": "host",
     "read_model": "host",
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .core.weights import TensorSource
     from .formats import ModelFiles
 
-__all__ = ["ModelInput", "PluginFacts", "host_sample", "open_backend", "plugin_facts", "plugin_folder", "read_model"]
+__all__ = ["ModelInput", "PluginFacts", "host_sample", "open_backend", "plugin_cases", "plugin_facts", "plugin_folder", "read_model"]
 
 
 def _registry(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> Any:
@@ -58,28 +58,47 @@ class PluginFacts:
 def plugin_facts(
     name: str, *, plugins_file: str | os.PathLike[str] | None = None, plugin_paths: Sequence[str | os.PathLike[str]] = ()
 ) -> PluginFacts:
-    """Facts about the plug-in of NAME[:DEVICE]. Hooks that are called here were called in a child process first, as a crash would end the caller.
-    Raises the loader's errors."""
+    """Facts about the plug-in of NAME[:DEVICE]. Hooks that are called here were called in a child process first, as a crash would end the caller;
+    `fastllm_environment` is called there alone. Raises the loader's errors."""
     registry = _registry(plugins_file, plugin_paths)
     selection = registry.select(name)
     state = registry.state(selection.name)
     device = next((d for d in state.devices if d.id == selection.device), None)
+    environment, fault = registry.environment_or_fault(selection.name)  # a child is asked as long as the module is not in this process
+    if fault:
+        environment = {"fastllm_environment": fault}
     registry.rehearse(selection.name, "fastllm_requirements", "fastllm_conformance_cases")
-    requirements, cases = registry.requirements(selection.name), registry.conformance_cases(selection.name)
-    from .conformance.case import Case, Requirements
+    requirements, cases = registry.requirements(selection.name), _cases(registry, selection.name)
+    from .conformance.case import Requirements
 
     if not isinstance(requirements, Requirements | NoneType):
         raise registry.fault(selection.name, "answer fastllm_requirements", f"{type(requirements).__name__} is no fastllm.conformance.Requirements")
-    for case in cases:
-        if not isinstance(case, Case):
-            raise registry.fault(selection.name, "answer fastllm_conformance_cases", f"{type(case).__name__} is no fastllm.conformance.Case")
-    environment, fault = registry.environment_or_fault(selection.name)
-    if fault:
-        environment = {"fastllm_environment": fault}
     label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
     return PluginFacts(
         selection.name, state.distribution, state.version, label, device.kind if device else "device", environment, requirements, cases, plugin_folder(state.module)
     )
+
+
+def plugin_cases(
+    name: str, *, plugins_file: str | os.PathLike[str] | None = None, plugin_paths: Sequence[str | os.PathLike[str]] = ()
+) -> Sequence[Any]:
+    """The own cases of the plug-in of NAME[:DEVICE], as in its facts. No other optional hook is called: who computes cases needs no facts, and may not be able
+    to ask for them. Raises the loader's errors."""
+    registry = _registry(plugins_file, plugin_paths)
+    selection = registry.select(name)
+    registry.rehearse(selection.name, "fastllm_conformance_cases")
+    return _cases(registry, selection.name)
+
+
+def _cases(registry: Any, name: str) -> list[Any]:
+    """The cases of a backend, which is loaded here. Raises BackendBroken for what is no case."""
+    from .conformance.case import Case
+
+    cases: list[Any] = registry.conformance_cases(name)
+    for case in cases:
+        if not isinstance(case, Case):
+            raise registry.fault(name, "answer fastllm_conformance_cases", f"{type(case).__name__} is no fastllm.conformance.Case")
+    return cases
 
 
 def plugin_folder(module: str) -> Path | None:

@@ -43,6 +43,8 @@ SILENT = ", whose fastllm_environment failed"
 KEPT = 200
 """Entries of the file that remembers; the oldest go first."""
 
+UNTESTED = "FASTLLM_SELF_TEST=0"
+"""How to do without the trial and the test, in every command that comes through `open_checked`; an option for it is not in all of them."""
 
 LATE = ", which did not answer in time"
 """Ends the entry of a trial that hung: `auto` waits for it once, and not in every command."""
@@ -109,9 +111,9 @@ def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapp
         raise registry.fault(selection.name, "open", f"it did not answer within {TRIAL_S:g} s when it was tried last; {again}")
     if not known or known.endswith(LATE):
         try:
-            said = _in_child(registry, str(selection), options)
+            said = _in_child(registry, str(selection), options, UNTESTED)
         except BackendBroken as error:
-            if place is not None and "no answer within" in error.why:
+            if place is not None and error.fields.get("outcome") == "hung":
                 _remember(place, key, f"{selection} in a child{LATE}")
             raise
         if said.get("step") == "close":  # all else is found again here, before anything is computed
@@ -123,16 +125,16 @@ def _try_in_child(registry: BackendRegistry, selection: Selection, options: Mapp
         registry.leave_environment(selection.name)
 
 
-def self_test_in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> tuple[str, str]:
+def self_test_in_child(registry: BackendRegistry, name: str, options: Mapping[str, str], without: str = "") -> tuple[str, str]:
     """Opens NAME[:DEVICE] in a child process and tests it: ("", "") if it is right, ("open", why it does not open), ("self-test", what is wrong), or
-    ("not tested", why). Raises BackendBroken for a crash or a hang."""
-    said = _in_child(registry, name, options)
+    ("not tested", why). without: how the caller does without that, for the line about a child that takes long. Raises BackendBroken for a crash or a hang."""
+    said = _in_child(registry, name, options, without)
     return str(said.get("step", "")), str(said.get("text", ""))
 
 
-def _in_child(registry: BackendRegistry, name: str, options: Mapping[str, str]) -> dict[str, Any]:
+def _in_child(registry: BackendRegistry, name: str, options: Mapping[str, str], without: str) -> dict[str, Any]:
     pairs = [f"--option={key}={value}" for key, value in options.items()]  # one argument each: a value may begin with "-"
-    return registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S)
+    return registry.attempt(name.partition(":")[0], "fastllm.opening", [*pairs, "--", name], TRIAL_S, without)
 
 
 def check_first_open(registry: BackendRegistry, selection: Selection, backend: Backend, options: Mapping[str, str]) -> str:
@@ -147,14 +149,14 @@ def check_first_open(registry: BackendRegistry, selection: Selection, backend: B
     try:
         wrong = self_check(backend)
     except NotChecked as error:
-        return f"backend '{selection.name}' was not tested before its first use: {error}  |  without the test: --no-self-test"
+        return f"backend '{selection.name}' was not tested before its first use: {error}  |  without the test: {UNTESTED}"
     if wrong:
         state = registry.state(selection.name, probe=False)
         raise BackendBroken(
             f"backend '{selection.name}' gives wrong answers",
             who=f"{state.distribution} {state.version}  device {selection.device}".strip(),
             why=f"the self-test of the first opening: {wrong}",
-            fix=f"fastllm conformance run --backend {selection} --quick  |  skip it: FASTLLM_DISABLE_PLUGINS={selection.name}  |  run it untested: --no-self-test",
+            fix=f"fastllm conformance run --backend {selection} --quick  |  skip it: FASTLLM_DISABLE_PLUGINS={selection.name}  |  run it untested: {UNTESTED}",
             backend=selection.name,
         )
     if place is not None:

@@ -62,9 +62,10 @@ class Contained:
             for line in answer.state.get("messages", ()):
                 self._say(line)
 
-    def attempt(self, entry: Entry, module: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
-        """Lets `module` do something with a backend in a child; its answer. Raises BackendBroken if it crashes or hangs."""
-        told = self._told("; drivers compile kernels the first time  |  without this trial: --no-self-test")
+    def attempt(self, entry: Entry, module: str, arguments: list[str], timeout_s: float, without: str = "") -> dict[str, Any]:
+        """Lets `module` do something with a backend in a child; its answer. without: what a user writes who does not want that; "": nothing can be
+        written. Raises BackendBroken if it crashes or hangs."""
+        told = self._told("; drivers compile kernels the first time" + (f"  |  without this trial: {without}" if without else ""))
         answer = ask_children([(entry.name, [*self._located, *arguments])], timeout_s, self._env, module, told)[0]
         if answer.outcome != "answered":
             raise _ended(entry.candidate, answer)
@@ -127,7 +128,9 @@ def _keep(entry: Entry, answer: ChildProbe) -> None:
 
 
 def _ended(candidate: Candidate, answer: ChildProbe) -> BackendBroken:
-    return broken(candidate, _doing(answer.stage), f"{answer.detail}, in a process of its own")
+    error = broken(candidate, _doing(answer.stage), f"{answer.detail}, in a process of its own")
+    error.fields["outcome"] = answer.outcome
+    return error
 
 
 def _doing(stage: str) -> str:

@@ -186,9 +186,10 @@ class BackendRegistry:
         """Whether this backend is asked in child processes so far: it is not opened, and not on the list of those that are asked here."""
         return self._contained.holds(self._entry(name))
 
-    def attempt(self, name: str, module: str, arguments: list[str], timeout_s: float) -> dict[str, Any]:
-        """Runs `python -m MODULE` with the arguments that find the same plug-ins, and these; its answer. Raises BackendBroken if it crashes or hangs."""
-        return self._contained.attempt(self._entry(name), module, arguments, timeout_s)
+    def attempt(self, name: str, module: str, arguments: list[str], timeout_s: float, without: str = "") -> dict[str, Any]:
+        """Runs `python -m MODULE` with the arguments that find the same plug-ins, and these; its answer. without: what a user writes who does not want that,
+        for the line about a child that takes long. Raises BackendBroken, whose field `outcome` is `crashed` or `hung`."""
+        return self._contained.attempt(self._entry(name), module, arguments, timeout_s, without)
 
     def set_aside(self, name: str, error: FastLLMError) -> None:
         """From now on this backend is what `error` says: it gave wrong answers when it was opened."""

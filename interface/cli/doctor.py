@@ -129,7 +129,7 @@ def _self_test(registry: Any, name: str) -> dict[str, Any]:
     from ..opening import self_test_in_child
 
     try:
-        step, text = self_test_in_child(registry, name, {})
+        step, text = self_test_in_child(registry, name, {}, "--no-smoke")
     except BackendBroken as error:
         return {"self_test": f"failed: {error.message}: {error.why}", "exit_code": error.exit_code}
     if step == "not tested":

@@ -191,16 +191,20 @@ async def serve(
             except Exception as error:
                 runtime.log.event("keys", error=str(error))
 
-    if signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, leave, number)
-        loop.add_signal_handler(signal.SIGHUP, reread)
+    def take_signals() -> None:
+        if signals:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, leave, number)
+            loop.add_signal_handler(signal.SIGHUP, reread)
+
+    take_signals()
     serving = asyncio.create_task(server.serve(sockets))
     loaded: LoadedModel | None = None
     try:
         loading = asyncio.create_task(asyncio.to_thread(load))
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         loaded = await loading
+        take_signals()  # again: a driver may have taken them natively, and in the thread that loads nobody could put them back
         await runtime.attach(loaded)
         if signals:  # the process is the server's: what has been loaded stays, and is not to be looked through for garbage again and again
             gc.collect()

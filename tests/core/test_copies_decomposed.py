@@ -137,6 +137,17 @@ def test_what_is_not_finite_spreads_over_its_row_and_no_further():
     assert (~np.isfinite(found)).sum() == 2 * 8
 
 
+def test_a_zero_loses_its_sign_and_nothing_else_does():
+    model = concat_model(0, 4, 4)
+    model[2]["x"].data.view(np.float32).reshape(32, 4)[5] = [-0.0, 0.0, -1e-45, -1.0]
+    ids = [step([(0, 0, [5])])]
+    _, (whole,) = results(model, {"ref": RefBackend()}, ids)
+    _, (found,) = results(model, {"own": Own(("concat",))}, ids)
+    assert np.signbit(whole[0, :4]).tolist() == [True, False, True, True]
+    assert np.signbit(found[0, :4]).tolist() == [False, False, True, True]
+    np.testing.assert_array_equal(found, whole)
+
+
 def test_a_device_that_rounds_copies_nothing_by_products():
     class Rounds(Own):
         def __init__(self, **declared):

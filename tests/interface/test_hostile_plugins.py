@@ -10,7 +10,7 @@ import pytest
 
 from fastllm.convert import convert_model
 from fastllm.core import plugins
-from fastllm.core.errors import BackendBroken, BackendUnavailable
+from fastllm.core.errors import BackendBroken, BackendUnavailable, UsageError
 from fastllm.formats import open_model
 from fastllm.formats.quant_rules import QuantRules
 from fastllm.loading import LoadOptions
@@ -162,6 +162,18 @@ def test_check_has_a_line_for_a_hook_that_fails_and_goes_on(run, odd):
     assert "int is not a list" in steps["quick cases"]["text"]
 
 
+def test_the_suite_asks_for_an_environment_in_a_process_of_its_own_alone(fastllm, odd):
+    """In processes of their own: a crash in the command's would end this one."""
+    path = odd(ENVIRONMENT=CRASH)
+    done = fastllm("conformance", "run", "--backend", "odd", "--plugin", path, "--op", "add", "--quick", "--json", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "failed to answer fastllm_environment: the process died of SIGSEGV" in json.loads(done.stdout)["environment"]["fastllm_environment"]
+    done = fastllm("backend", "check", "odd", "--json", "--plugin", path, timeout=300)
+    steps = {s["step"]: s for s in json.loads(done.stdout)["steps"]}
+    assert {n: s["ok"] for n, s in steps.items()} == {"imports": True, "probe": True, "environment": False, "self-test": True, "quick cases": True}
+    assert " passed, " in steps["quick cases"]["text"]
+
+
 def test_the_automatic_choice_waits_for_a_backend_that_hangs_once_and_whoever_names_it_tries_again(run, odd, tiny_model, monkeypatch):
     monkeypatch.setattr("fastllm.opening.TRIAL_S", 5.0)
     monkeypatch.setattr("fastllm.core.plugins.child.WAIT_S", 0.0)
@@ -178,6 +190,14 @@ def test_the_automatic_choice_waits_for_a_backend_that_hangs_once_and_whoever_na
     assert "tries it again" not in run(*command).err
 
 
+def test_a_crash_whose_last_words_are_those_of_a_hang_is_tried_again(run, odd, tiny_model):
+    path = odd(OPEN="print('no answer within 3 s', file=sys.stderr); os._exit(7)")
+    for _ in range(2):
+        done = run("run", tiny_model, "--prompt", "x", "-n", 1, "--plugin", path, "--fallback", "allow")
+        assert done.code == 0
+        assert "so 'cpu_avx' is used: the process ended with status 7 before it answered: no answer within 3 s" in done.err
+
+
 def test_who_waits_for_a_backend_is_told_for_whom_for_how_long_and_how_to_go_without(run, odd, tiny_model, monkeypatch):
     monkeypatch.setattr("fastllm.opening.TRIAL_S", 6.0)
     monkeypatch.setattr("fastllm.core.plugins.child.WAIT_S", 0.0)
@@ -186,8 +206,30 @@ def test_who_waits_for_a_backend_is_told_for_whom_for_how_long_and_how_to_go_wit
     assert "backend 'odd' failed to open" in done.err
     (line,) = [line for line in done.err.splitlines() if "for up to 6 s" in line]
     assert line.startswith("fastllm: waiting for 'odd' to ")
-    assert "--no-self-test" in line
-    assert line.endswith("skip it: FASTLLM_DISABLE_PLUGINS=odd")
+    assert line.endswith("  |  without this trial: FASTLLM_SELF_TEST=0  |  skip it: FASTLLM_DISABLE_PLUGINS=odd")
+
+
+def test_each_way_to_go_without_a_trial_is_one_that_the_command_has(run, odd, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastllm.opening.TRIAL_S", 0.5)
+    monkeypatch.setattr("fastllm.core.plugins.child.WAIT_S", 0.0)
+    path, lines = odd(OPEN="import time; time.sleep(1)"), []
+    options = LoadOptions(plugin_paths=(path,), message=lines.append)
+
+    def convert():
+        with open_model(tiny_model) as files:
+            convert_model(files, tmp_path / "out.flm", QuantRules(), options, backend="odd")
+
+    with pytest.raises(BackendBroken, match="'odd' failed to"):
+        convert()
+    lines += run("doctor", "odd", "--plugin", path).err.splitlines()
+    ways = [line.partition("  |  without this trial: ")[2].partition("  |  ")[0] for line in lines if " for up to 0.5 s" in line]
+    assert ways == ["FASTLLM_SELF_TEST=0", "--no-smoke"]
+    lines.clear()
+    monkeypatch.setenv("FASTLLM_SELF_TEST", "0")
+    with pytest.raises(UsageError, match="packs nothing that a file could hold"):  # it was opened
+        convert()
+    lines += run("doctor", "odd", "--no-smoke", "--plugin", path).err.splitlines()
+    assert not [line for line in lines if "without this trial" in line]
 
 
 @pytest.mark.parametrize(("deed", "why"), [(CRASH, "the process died of SIGSEGV   ("), ("raise type('Odd', (BaseException,), {})('odd')", "Odd: odd")])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -24,6 +25,7 @@ DEEDS = {
     "streams": "sys.stdout = sys.stderr = sys.stdin = None",
     "closed": "os.close(0); os.close(1); os.close(2)",
     "path": "sys.path.clear()",
+    "first_of_path": "sys.path.pop(0); sys.path.append('/of/a/driver')",
     "modules": "sys.modules.pop('numpy'); sys.modules['json'] = None",
     "locale": "import locale; locale.setlocale(locale.LC_ALL, 'C')",
     "fork": "os.fork()",
@@ -109,3 +111,78 @@ def test_an_error_leaves_the_process_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="as planned"):
         deeds()
     assert (os.getcwd(), signal.getsignal(signal.SIGTERM), locale.setlocale(locale.LC_ALL)) == (folder, handler, spoken)
+
+
+def test_blocks_of_two_threads_leave_the_process_as_it_was(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # also where this fails
+    output, folder, file = sys.stdout, os.getcwd(), os.fstat(1).st_ino
+    first_in, second_in = threading.Event(), threading.Event()
+
+    def first():
+        with put_back():
+            os.chdir("/")
+            first_in.set()
+            second_in.wait(0.5)  # in vain: it is not in before this one is out
+
+    def second():
+        first_in.wait(60)
+        with put_back(), put_back():
+            second_in.set()
+            threads[0].join()
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = sys.stdout is output, os.getcwd(), os.fstat(1).st_ino
+    os.chdir(folder)
+    assert found == (True, folder, file)
+
+
+@pytest.fixture
+def alarms():
+    """An entry for each time that the alarm clock goes off, which is the test's; pytest's own limit rests meanwhile."""
+    heard = []
+    limit, handler = signal.setitimer(signal.ITIMER_REAL, 0), signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    yield heard
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, *limit)
+
+
+def test_a_timer_of_the_program_runs_on(alarms):
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    with put_back():
+        time.sleep(0.1)
+    assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] < 999.91
+    for deed in ((5, 0), (0, 0), (2000, 0), (800, 7)):
+        with put_back():
+            signal.setitimer(signal.ITIMER_REAL, *deed)
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert (900 < left < 999.91, interval) == (True, 0.0), deed
+
+
+def test_a_timer_that_goes_off_meanwhile_does_so_once(alarms):
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    with put_back():
+        time.sleep(0.1)
+    assert (len(alarms), signal.getitimer(signal.ITIMER_REAL)[0]) == (1, 0.0)
+
+
+def test_a_timer_that_repeats_and_is_taken_away_repeats_again(alarms):
+    signal.setitimer(signal.ITIMER_REAL, 0.03, 500)
+    for deed in ((0, 0), (5, 0)):
+        with put_back():
+            time.sleep(0.1)
+            signal.setitimer(signal.ITIMER_REAL, *deed)
+        assert signal.getitimer(signal.ITIMER_REAL)[1] == 500, deed
+    assert len(alarms) == 1
+
+
+def test_a_timer_that_is_about_to_go_off_is_not_taken_away(alarms):
+    """So the command line raises a Ctrl-C again whose exception was lost in a destructor, wherever that was."""
+    with put_back():
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+    time.sleep(0.1)
+    assert len(alarms) == 1

@@ -34,6 +34,43 @@ def test_it_serves_logs_without_texts_and_ends_at_a_signal(served):
     assert "Traceback" not in log
 
 
+DRIVER = """
+import ctypes, signal
+from fastllm.api import API_VERSION, OPSET, BackendSpec, DeviceInfo, Ready, RefBackend, hookimpl
+
+class Odd(RefBackend):
+    name = "odd"
+
+@hookimpl
+def fastllm_backends():
+    return [BackendSpec("odd", API_VERSION, OPSET)]
+
+@hookimpl
+def fastllm_probe(name):
+    return Ready((DeviceInfo("0", "odd"),))
+
+@hookimpl
+def fastllm_open_backend(name, device, options):
+    take = ctypes.CDLL(None).signal
+    take.argtypes, take.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        take(number, 0)  # SIG_DFL
+    return Odd()
+"""
+
+
+def test_a_driver_that_takes_the_signals_natively_does_not_keep_them(served, tmp_path):
+    plugin, keys = tmp_path / "odd.py", tmp_path / "keys"
+    plugin.write_text(DRIVER)
+    keys.write_text("first-key-123\n")
+    server = served("--plugin", str(plugin), "--backend", "odd", "--fallback", "allow", "--api-key-file", str(keys))
+    keys.write_text("second-key-456\n")
+    server.process.send_signal(signal.SIGHUP)
+    while server.http.get("/v1/models", headers={"x-api-key": "second-key-456"}).status_code != 200:
+        pass
+    assert server.end() == 0
+
+
 def test_the_binary_form_serves_too_and_a_key_file_is_read_again(served, model_folder, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# mine\nfirst-key-123\n")
