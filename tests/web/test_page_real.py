@@ -50,7 +50,7 @@ def test_a_chat_with_a_real_model_outlives_a_restart_of_the_server(serve, open_t
     tab.page.locator("#set-temperature").fill("0")
     tab.page.locator("#set-max_tokens").fill("16")
     tab.page.keyboard.press("Escape")
-    tab.ask("What is the capital of France?")
+    tab.ask("Tell me the capital of France.")
     tab.answered("Paris")
     first = text(tab)
     assert "tokens/s" in tab.page.locator(".figures").inner_text()
@@ -82,6 +82,6 @@ def test_a_chat_with_a_real_model_outlives_a_restart_of_the_server(serve, open_t
     assert len(text(tab)) > len(part)
     tab.reload()
     tab.answered("The answer has reached the limit of tokens.")
-    tab.page.locator(".list li a", has_text="What is the capital").click()
+    tab.page.locator(".list li a", has_text="Tell me the capital").click()
     tab.answered("Paris")
     assert text(tab) == first
