@@ -48,7 +48,7 @@ __all__ = [
     "plain_bytes",
 ]
 
-API_VERSION: Final = (1, 1)
+API_VERSION: Final = (1, 2)
 """(major, minor) of this interface. Frozen: within a major there are additions only, each of which raises the minor; `docs/api-frozen.txt`
 is what was frozen, and a test compares."""
 

@@ -45,13 +45,16 @@ def _put_back() -> Iterator[None]:
     path, modules = list(sys.path), dict(sys.modules)
     timer, since = signal.getitimer(signal.ITIMER_REAL) if hasattr(signal, "setitimer") else None, time.monotonic()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if hasattr(signal, "pthread_sigmask") else set()
-    for stream in streams[1:]:
-        _flush(stream)
-    kept = {fd: copy for fd in (0, 1, 2) if (copy := _copy(fd)) is not None}
-    if 1 in kept and 2 in kept:
-        os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    try:
+    kept: dict[int, int] = {}
+    try:  # what follows changes the process, and Ctrl-C may come in the middle of it
+        for stream in streams[1:]:
+            _flush(stream)
+        for fd in (0, 1, 2):
+            if (copy := _copy(fd)) is not None:
+                kept[fd] = copy
+        if 1 in kept and 2 in kept:
+            os.dup2(2, 1)
+        sys.stdout = sys.stderr
         yield
     finally:
         if os.getpid() != process:  # a fork came back here, and would do all that follows a second time

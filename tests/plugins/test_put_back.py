@@ -113,6 +113,22 @@ def test_an_error_leaves_the_process_as_it_was(tmp_path):
     assert (os.getcwd(), signal.getsignal(signal.SIGTERM), locale.setlocale(locale.LC_ALL)) == (folder, handler, spoken)
 
 
+def test_ctrl_c_between_the_redirections_leaves_the_process_as_it_was(monkeypatch):
+    redirect, out, stream, open_before = os.dup2, os.fstat(1), sys.stdout, set(os.listdir("/proc/self/fd"))
+
+    def interrupted(source, target):
+        redirect(source, target)
+        if (source, target) == (2, 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "dup2", interrupted)
+    with pytest.raises(KeyboardInterrupt), put_back():
+        pytest.fail("the block is not entered")
+    assert os.path.samestat(os.fstat(1), out)
+    assert sys.stdout is stream
+    assert set(os.listdir("/proc/self/fd")) == open_before
+
+
 def test_blocks_of_two_threads_leave_the_process_as_it_was(monkeypatch):
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # also where this fails
     output, folder, file = sys.stdout, os.getcwd(), os.fstat(1).st_ino
