@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .core.errors import FastLLMError
-from .core.plugins import BackendRegistry, probe_in_child
+from .core.plugins import BackendRegistry, probe_in_children
 from .host import plugin_folder
 
 __all__ = ["CheckLine", "check_backend_package"]
@@ -36,10 +36,13 @@ class CheckLine:
 
 
 def check_backend_package(
-    name: str, options: Mapping[str, str], plugins_file: Path | None = None, plugin_paths: Sequence[Path] = ()
+    name: str, options: Mapping[str, str], plugins_file: Path | None = None, plugin_paths: Sequence[Path] = (), say: Callable[[str], None] = lambda _: None
 ) -> Iterator[CheckLine]:
-    """The steps, as they end. name: NAME[:DEVICE]. Raises BackendNotFound for a name that nobody has."""
+    """The steps, as they end. name: NAME[:DEVICE]. say: gets what there is to say of other plug-ins. Raises BackendNotFound for a name that nobody has, and
+    BackendBroken where a file of plugin_paths that does not load may have it."""
     registry = BackendRegistry(plugins_file, plugin_paths)
+    for line in registry.messages:
+        say(line)
     bare = name.partition(":")[0]
     registry.check_name(bare)
     state = registry.state(bare, probe=False)
@@ -47,7 +50,7 @@ def check_backend_package(
     if file is None:
         yield _packaging(state.distribution, bare)
     yield _imports(state.module, plugin_folder(state.module), file)
-    probe = probe_in_child(bare, plugins_file=plugins_file, plugin_paths=plugin_paths)
+    probe = probe_in_children({bare: registry.located(bare)})[0]
     found = probe.state.get("state") if probe.outcome == "answered" else ""
     reason = str(probe.state.get("reason", "")) if found else f"the probe {probe.outcome}: {probe.detail}"
     devices = ", ".join(f"{d['id']} {d['name']} ({d['kind']})" for d in probe.state.get("devices", ()))

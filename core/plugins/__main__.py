@@ -31,6 +31,8 @@ def main() -> NoReturn:
     answer = Answer(options.timeout)
     try:
         registry = BackendRegistry(options.plugins_file, options.plugin)
+        if options.names and registry.failed:
+            raise registry.failed[0]
         state: dict[str, Any] = {"names": registry.from_files()} if options.names else _state(registry, options, answer)
         state["messages"] = registry.messages
     except FastLLMError as exc:

@@ -64,20 +64,17 @@ def probe_in_child(
     env: Mapping[str, str] = os.environ,
 ) -> ChildProbe:
     """Loads and probes one backend in a child process with this process's import path. Never raises for what the plug-in does."""
-    return probe_in_children([name], timeout_s, plugins_file, plugin_paths, env)[0]
+    return probe_in_children({name: located(plugins_file, plugin_paths)}, timeout_s, env)[0]
 
 
 def probe_in_children(
-    names: Sequence[str],
+    backends: Mapping[str, Sequence[str]],
     timeout_s: float = ASK_S,
-    plugins_file: str | os.PathLike[str] | None = None,
-    plugin_paths: Sequence[str | os.PathLike[str]] = (),
     env: Mapping[str, str] = os.environ,
     told: Callable[[str, str, float], None] | None = None,
 ) -> list[ChildProbe]:
-    """The same for several, at the same time. told: as of `ask_children`."""
-    where = located(plugins_file, plugin_paths)
-    return ask_children([(name, ("--environment", *where, "--", name)) for name in names], timeout_s, env, told=told)
+    """The same for several, at the same time. backends: name -> the arguments that make a child find it (`located`). told: as of `ask_children`."""
+    return ask_children([(name, ("--environment", *where, "--", name)) for name, where in backends.items()], timeout_s, env, told=told)
 
 
 def located(plugins_file: str | os.PathLike[str] | None, plugin_paths: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -8,13 +8,14 @@ not of another package that an override gives such a name. A user's list replace
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ..backend import BackendSpec, DeviceInfo, Option, Ready
 from ..errors import BackendBroken, BackendIncompatible, BackendUnavailable, FastLLMError
-from .child import CONTAIN, ChildProbe, ask_children
+from .child import CONTAIN, ChildProbe, ask_children, located
 from .config import NAME_PATTERN
 from .discovery import Candidate, Source
 from .entries import Entry
@@ -31,15 +32,15 @@ _ERRORS: Final[dict[str, type[FastLLMError]]] = {e.code: e for e in (BackendBrok
 
 
 class Contained:
-    """Asks in children. in_process: who is not; None: nobody is. located: arguments that make a child find the same plug-ins. say: gets
+    """Asks in children. in_process: who is not; None: nobody is. plugins_file: of `--plugins-file`, which children read as well. say: gets
     what children have to tell. waiting: gets a line at once about a child that takes long."""
 
     def __init__(
-        self, in_process: Callable[[Entry], bool] | None, located: list[str], env: Mapping[str, str], say: Callable[[str], None],
-        waiting: Callable[[str], None] | None = None,
+        self, in_process: Callable[[Entry], bool] | None, plugins_file: str | os.PathLike[str] | None, env: Mapping[str, str],
+        say: Callable[[str], None], waiting: Callable[[str], None] | None = None,
     ):  # fmt: skip
         self._in_process = None if env.get(CONTAIN) == "0" else in_process
-        self._located, self._env, self._say, self._waiting = located, env, say, waiting
+        self._plugins_file, self._env, self._say, self._waiting = plugins_file, env, say, waiting
 
     @property
     def on(self) -> bool:
@@ -50,13 +51,17 @@ class Contained:
         """Whether a question to this backend goes to a child: its module is not, and need not be, in this process."""
         return self._in_process is not None and not self._in_process(entry) and entry.plugin is None and entry.blocked is None
 
+    def located(self, entry: Entry) -> list[str]:
+        """The arguments that make a child find this backend, and run the code of no other file: one that crashes would be this one's fault there."""
+        return located(self._plugins_file, [c.source.distribution for c in entry.candidates if c.source.file])
+
     def open_questions(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those that a child is to be asked for, and that were not probed or found broken yet."""
         return [e for e in entries if self.holds(e) and e.probed is None and not isinstance(e.loaded, FastLLMError)]
 
     def ask(self, entries: list[Entry], timeout_s: float, *arguments: str) -> None:
         """Asks backends at the same time, and fills their entries."""
-        questions = [(e.name, (*self._located, *arguments, "--", e.name)) for e in entries]
+        questions = [(e.name, (*self.located(e), *arguments, "--", e.name)) for e in entries]
         for entry, answer in zip(entries, ask_children(questions, timeout_s, self._env, told=self._told()), strict=True):
             _keep(entry, answer)
             for line in answer.state.get("messages", ()):
@@ -66,14 +71,14 @@ class Contained:
         """Lets `module` do something with a backend in a child; its answer. without: what a user writes who does not want that; "": nothing can be
         written. Raises BackendBroken if it crashes or hangs."""
         told = self._told("; drivers compile kernels the first time" + (f"  |  without this trial: {without}" if without else ""))
-        answer = ask_children([(entry.name, [*self._located, *arguments])], timeout_s, self._env, module, told)[0]
+        answer = ask_children([(entry.name, [*self.located(entry), *arguments])], timeout_s, self._env, module, told)[0]
         if answer.outcome != "answered":
             raise _ended(entry.candidate, answer)
         return answer.state
 
     def rehearse(self, entry: Entry, hooks: Iterable[str]) -> None:
         """Calls optional hooks of a backend in a child, whatever they answer. Raises BackendBroken if one crashes or hangs."""
-        question = (entry.name, [*self._located, "--load", *(f"--hook={hook}" for hook in hooks), "--", entry.name])
+        question = (entry.name, [*self.located(entry), "--load", *(f"--hook={hook}" for hook in hooks), "--", entry.name])
         answer = ask_children([question], NAMED_S, self._env, told=self._told())[0]
         if answer.outcome != "answered":
             raise _ended(entry.candidate, answer)

@@ -29,13 +29,14 @@ import pluggy
 
 from ..backend import API_VERSION, BackendSpec, DeviceInfo, Option, Ready, Unavailable
 from ..errors import BackendIncompatible, BackendUnavailable, FastLLMError
+from ..graph import Graph
 from .config import NAME_PATTERN
 from .discovery import DISTRIBUTION, Candidate, Source
 from .hookspecs import MANDATORY, PREFIX, PROJECT, BackendHooks, FrozenHooks, check_api, hook_names
 from .put_back import put_back
 from .report import broken, describe, upgrade
 
-__all__ = ["STRANGERS", "Guard", "Plugin", "check_probe", "check_spec", "file_source", "load_plugin"]
+__all__ = ["STRANGERS", "Guard", "Plugin", "check_environment", "check_graph", "check_probe", "check_spec", "file_source", "load_plugin"]
 
 DEVICE_KINDS = ("device", "cpu", "emulated")
 
@@ -288,3 +289,23 @@ def check_probe(candidate: Candidate, answer: Any) -> Ready:
         if not hasattr(device.memory_bytes, "__index__"):
             raise broken(candidate, "probe", f"memory_bytes of device '{device.id}' is {device.memory_bytes!r:.80}; it must be an integer")
     return Ready(tuple(replace(device, memory_bytes=operator.index(device.memory_bytes)) for device in devices))  # numpy's integers are no JSON
+
+
+def check_environment(candidate: Candidate, answer: Any) -> dict[str, str]:
+    """The versions that a plug-in gave; {} for None. Raises BackendBroken."""
+    if answer is not None and not (isinstance(answer, dict) and all(isinstance(t, str) for kv in answer.items() for t in kv)):
+        raise broken(candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
+    return answer or {}
+
+
+def check_graph(candidate: Candidate, graph: Graph, answer: Any) -> Graph:
+    """The graph that a plug-in made of `graph`, verified again. Raises BackendBroken."""
+    if not isinstance(answer, Graph):
+        raise broken(candidate, "rewrite the graph", f"fastllm_transform_graph() returned {type(answer).__name__}, not a Graph")
+    try:
+        answer.verify()
+    except Exception as exc:  # a graph that refers to nothing fails in more ways than a wrong shape
+        raise broken(candidate, "rewrite the graph", exc) from exc
+    if answer.outputs != graph.outputs:
+        raise broken(candidate, "rewrite the graph", f"it gives {', '.join(answer.outputs) or 'nothing'} instead of {', '.join(graph.outputs)}")
+    return answer

@@ -21,12 +21,12 @@ from ..backend import Backend, BackendSpec
 from ..errors import BackendBroken, BackendNotFound, BackendUnavailable, FastLLMError, UsageError
 from ..graph import Graph
 from .asking import Asker
-from .child import ASK_S, located
+from .child import ASK_S
 from .config import PluginsConfig, close_matches, load_config
 from .contained import NAMED_S, Contained
 from .discovery import DISTRIBUTION, Candidate, discover
 from .entries import BASE, Entry, collect
-from .loader import Guard, file_source
+from .loader import Guard, check_environment, check_graph, file_source
 from .report import BackendState, broken, config_options, given_options, state_name
 
 __all__ = ["BackendRegistry", "Selection"]
@@ -53,9 +53,10 @@ class BackendRegistry:
     plugins_file: the highest layer of plugins.toml (`--plugins-file`). plugin_paths: files of `--plugin`, asked for their names at once. env: the
     environment variables to obey. strict: `auto` may skip nothing. messages: lines for stderr, without a prefix, which the caller prints.
     remarks: those of them by which nothing is done differently from what was asked: how long somebody took, and faults that are for another
-    package's author to mend. waiting: gets a line at once while somebody in a child process takes long to answer.
+    package's author to mend. failed: the errors of files of `--plugin` that do not load: who names a backend that is here goes on without them,
+    with a line. waiting: gets a line at once while somebody in a child process takes long to answer.
 
-    Raises ConfigError for a wrong plugins.toml, and the error of a `--plugin` file that does not load.
+    Raises ConfigError for a wrong plugins.toml, and UsageError for a `--plugin` that is no file.
     """
 
     def __init__(
@@ -66,18 +67,23 @@ class BackendRegistry:
         strict: bool = False,
         waiting: Callable[[str], None] | None = None,
     ):
-        self.messages: list[str] = []
-        self.remarks: set[str] = set()
+        self.messages, self.remarks = list[str](), set[str]()
         self.config: PluginsConfig = load_config(env, plugins_file)
         self._env, self._strict = env, strict
         guard = Guard(reraise=_flag(env, "FASTLLM_STRICT_PLUGINS"), trace=_flag(env, "FASTLLM_TRACE_HOOKS"))
-        seen = guard.reraise or guard.trace  # authors want to see their own traceback, and the calls
-        self._contained = Contained(None if seen else self._in_process, located(plugins_file, plugin_paths), env, self._remark, waiting)
-        self._entries: dict[str, Entry] = {}
+        children = None if guard.reraise or guard.trace else self._in_process  # authors want to see their own traceback, and the calls
+        self._contained = Contained(children, plugins_file, env, self._remark, waiting)
+        self._entries, self.failed = dict[str, Entry](), list[BackendBroken]()
         self._ask = Asker(self._entries, self._contained, guard, self._remark)
         candidates = discover(self._remark)
         for path in plugin_paths:
-            candidates += self._load_file(Path(path))
+            try:
+                candidates += self._load_file(Path(path))
+            except BackendBroken as error:
+                if guard.reraise:
+                    raise
+                self.failed.append(error)
+                self._say(f"{error.message}, and nothing of it is used: {error.why}; {error.fix}")
         self._entries |= collect(candidates, self.config, env, self._say, self._remark)
         if not any(c.source.builtin for c in candidates):
             self._say(
@@ -150,7 +156,8 @@ class BackendRegistry:
         """Chooses a backend: `name` (NAME, NAME:DEVICE or auto; the flag) > FASTLLM_BACKEND > plugins.toml > auto. origin: who gave the name.
 
         Raises BackendNotFound, BackendDisabled, BackendBroken, BackendIncompatible or BackendUnavailable for a named one, and
-        UsageError for a device that the backend does not have.
+        UsageError for a device that the backend does not have. `auto` raises the error of a file of `--plugin` that does not load:
+        who gave it asked for what is in it.
         """
         if name is not None and not name.strip():  # a script's variable that is not set must not mean the default
             raise UsageError("the name of the backend is empty", who=origin, fix="leave it out, or name one: " + ", ".join(self.names()))
@@ -159,6 +166,8 @@ class BackendRegistry:
         if backend == "auto":
             if separator:
                 raise UsageError(f"auto takes no device: '{requested}'", who=origin, fix="name the backend: NAME:DEVICE")
+            if self.failed:
+                raise self.failed[0].with_traceback(None)
             return self._auto()
         entry = self._entry(backend, origin)
         ids = [d.id for d in self._ask.probe(entry).devices]
@@ -208,10 +217,7 @@ class BackendRegistry:
             raise entry.environment.with_traceback(None)
         if entry.environment is not None and (entry.plugin is None or entry.untold):
             return entry.environment
-        answer = self._ask.optional(entry, "fastllm_environment", name=name)
-        if answer is not None and not (isinstance(answer, dict) and all(isinstance(t, str) for kv in answer.items() for t in kv)):
-            raise broken(entry.candidate, "answer fastllm_environment", f"{answer!r:.80} is not a dict of strings")
-        return answer or {}
+        return check_environment(entry.candidate, self._ask.optional(entry, "fastllm_environment", name=name))
 
     def environment_or_fault(self, name: str) -> tuple[dict[str, str], str]:
         """The same of a backend that is ready, for those who do not depend on it: ({}, what is wrong) where only this question fails."""
@@ -239,19 +245,9 @@ class BackendRegistry:
 
     def transform_graph(self, graph: Graph, target: Selection) -> Graph:
         """The graph as the target's plug-in rewrites it, verified again; the same graph if it does not."""
-        answer = self._ask.optional(self._entry(target.name), "fastllm_transform_graph", graph=graph, target=target)
-        if answer is None:
-            return graph
-        candidate = self._entry(target.name).candidate
-        if not isinstance(answer, Graph):
-            raise broken(candidate, "rewrite the graph", f"fastllm_transform_graph() returned {type(answer).__name__}, not a Graph")
-        try:
-            answer.verify()
-        except Exception as exc:  # a graph that refers to nothing fails in more ways than a wrong shape
-            raise broken(candidate, "rewrite the graph", exc) from exc
-        if answer.outputs != graph.outputs:
-            raise broken(candidate, "rewrite the graph", f"it gives {', '.join(answer.outputs) or 'nothing'} instead of {', '.join(graph.outputs)}")
-        return answer
+        entry = self._entry(target.name)
+        answer = self._ask.optional(entry, "fastllm_transform_graph", graph=graph, target=target)
+        return graph if answer is None else check_graph(entry.candidate, graph, answer)
 
     def requirements(self, name: str) -> Any:
         """What the plug-in tells the conformance suite, or None."""
@@ -274,6 +270,10 @@ class BackendRegistry:
 
     # files, loading and probing -----------------------------------------------------------------------------------------
 
+    def located(self, name: str) -> list[str]:
+        """The arguments by which a child process (`probe_in_children`) finds this backend as it is found here."""
+        return self._contained.located(self._entry(name))
+
     def _load_file(self, path: Path) -> list[Candidate]:
         source = file_source(path)
         if source.file is None or not source.file.is_file():
@@ -290,6 +290,9 @@ class BackendRegistry:
         entry = self._entries.get(name)
         if entry is not None:
             return entry
+        if self.failed:
+            error = self.failed[0]
+            raise BackendBroken(f"no backend is called '{name}', and {error.message}", who=error.who, why=error.why, fix=error.fix, **error.fields)
         raise BackendNotFound(
             f"no backend is called '{name}'",
             who=origin,

@@ -96,10 +96,10 @@ def check_backend(name: str, backend_opt: tuple[str, ...], plugins_file: Path | 
     """
     from ..backend_check import check_backend_package
     from .options import parse_pairs
-    from .terminal import escape_controls
+    from .terminal import escape_controls, say
 
     lines = []
-    for line in check_backend_package(name, parse_pairs(backend_opt), plugins_file, plugin_paths):
+    for line in check_backend_package(name, parse_pairs(backend_opt), plugins_file, plugin_paths, lambda text: say(f"fastllm: {text}")):
         lines.append(line)
         if not as_json:
             click.echo(escape_controls(f"{'ok' if line.ok else 'WRONG':5}  {line.step:12} {line.text}"))

@@ -83,6 +83,8 @@ def show_backend(name: str, as_json: bool, plugins_file: Path | None, plugin_pat
 
     registry = BackendRegistry(plugins_file, plugin_paths, waiting=_say)
     state = registry.state(name)
+    for line in registry.messages:
+        _say(line)
     facts = state.as_dict()
     if state.state == "ready":
         facts["environment"], facts["environment_error"] = registry.environment_or_fault(name)

@@ -59,8 +59,15 @@ def _with(*groups: Any) -> Any:
 
 def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> Any:
     from ..conformance.session import Target
+    from ..core.plugins import BackendRegistry
     from .options import parse_pairs
+    from .terminal import say
 
+    if plugin_paths:  # the suite opens what is named, and has nothing to say of other files
+        registry = BackendRegistry(plugins_file, plugin_paths)
+        registry.check_name(backend.partition(":")[0])
+        for error in registry.failed:
+            say(f"fastllm: {error.message}, and nothing of it is used: {error.why}; {error.fix}")
     return Target(backend, parse_pairs(pairs), None if plugins_file is None else str(plugins_file), tuple(str(p) for p in plugin_paths))
 
 

@@ -42,14 +42,16 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
     names = [name] if name else registry.names()
     if name:
         registry.check_name(name)
-    backends = _backends(names, plugins_file, plugin_paths)
+    for line in registry.messages:
+        _say(line)
+    backends = _backends(registry, names)
     if name and backends[name]["state"] == "ready" and not no_smoke:
         backends[name] |= _self_test(registry, name)
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
     facts["backends"] = backends
     if not name:
         facts["smoke"] = {"state": "left out"} if no_smoke else _smoke()
-        facts["advice"] = _advice(facts)
+        facts["advice"] = _advice(facts, [f"{error.message}: {error.why}; {error.fix}" for error in registry.failed])
     if as_json:
         click.echo(json.dumps(facts, indent=1))
     else:
@@ -98,7 +100,7 @@ def _caches() -> dict[str, str]:
     return result | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _backends(names: list[str], plugins_file: Path | None, plugin_paths: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+def _backends(registry: Any, names: list[str]) -> dict[str, dict[str, Any]]:
     """The state of each, probed in children at the same time, and its environment if it is ready."""
     from ..core.plugins import probe_in_children
 
@@ -106,7 +108,7 @@ def _backends(names: list[str], plugins_file: Path | None, plugin_paths: tuple[P
         _say(f"waiting for '{name}', in a process of its own, for up to {limit_s:g} s  |  skip it: FASTLLM_DISABLE_PLUGINS={name}")
 
     found = {}
-    for probe in probe_in_children(names, plugins_file=plugins_file, plugin_paths=plugin_paths, told=told):
+    for probe in probe_in_children({name: registry.located(name) for name in names}, told=told):
         found[probe.name] = dict(probe.state) if probe.outcome == "answered" else _lost(probe)
     return found
 
@@ -182,8 +184,10 @@ def _flags(facts: dict[str, Any]) -> str:
     return flags
 
 
-def _advice(facts: dict[str, Any]) -> list[str]:
-    lines = [f"backend '{n}' {fault}" for n, b in facts["backends"].items() if (fault := _fault(n, b))]
+def _advice(facts: dict[str, Any], files: list[str]) -> list[str]:
+    """What is to be mended. files: what is wrong with files of `--plugin`."""
+    lines = [*files]
+    lines += [f"backend '{n}' {fault}" for n, b in facts["backends"].items() if (fault := _fault(n, b))]
     ready = [n for n, b in facts["backends"].items() if b["state"] == "ready"]
     if ready == ["ref"]:
         lines.append("only the numpy backend is ready: answers are right but slow")

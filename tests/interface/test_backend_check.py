@@ -117,8 +117,8 @@ def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch
     assert done.code == 3
     assert "backend tested_npu: broken – the probe crashed: the process died of SIGSEGV" in done.out
     assert re.search(r"tested_npu\w*\.py:\d+\)", done.out), "the vendor's line, not that of ctypes"
-    child = backend_check.probe_in_child
-    monkeypatch.setattr("fastllm.core.plugins.probe_in_child", lambda *a, **k: child(*a, **{**k, "timeout_s": 1.5}))
+    children = backend_check.probe_in_children
+    monkeypatch.setattr("fastllm.core.plugins.probe_in_children", lambda *a, **k: children(*a, **{**k, "timeout_s": 1.5}))
     done = run("doctor", "tested_npu", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
     assert done.code == 3
     assert "hung" in json.loads(done.out)["backends"]["tested_npu"]["reason"]

@@ -201,7 +201,7 @@ def test_a_file_of_plugin_is_asked_in_a_child_too(tmp_path, contained, plugin):
     assert registry.open("my_npu:1").device == "1"
     assert registry.state("dies").reason.startswith("the process ended with status 1")
     with pytest.raises(BackendBroken, match=r"plug-in .*crash\.py failed to load") as caught:
-        BackendRegistry(plugin_paths=[crash], env=contained)
+        BackendRegistry(plugin_paths=[crash], env=contained).select()
     assert "the process died of SIGSEGV" in caught.value.why
 
 

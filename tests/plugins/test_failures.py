@@ -262,12 +262,37 @@ def test_a_plugin_file_is_loaded_by_path_and_a_failing_one_is_loud(tmp_path, env
     registry = BackendRegistry(plugin_paths=[good], env={**env, "FASTLLM_PLUGINS": ""})
     assert registry.open("my_npu").name == "my_npu"
     assert registry.state("my_npu").entry_point == "--plugin"
+    broken = BackendRegistry(plugin_paths=[bad], env=env)
     with pytest.raises(BackendBroken, match=r"plug-in .*bad\.py failed to load") as caught:
-        BackendRegistry(plugin_paths=[bad], env=env)
+        broken.select()
     assert "ValueError: unfinished" in caught.value.why
     assert ":1)" in caught.value.why
+    with pytest.raises(ValueError, match="unfinished"):
+        BackendRegistry(plugin_paths=[bad], env={**env, "FASTLLM_STRICT_PLUGINS": "1"})
     with pytest.raises(UsageError, match="there is no such file"):
         BackendRegistry(plugin_paths=[tmp_path / "none.py"], env=env)
+
+
+@pytest.mark.parametrize("deed", ["raise ValueError('unfinished')", "import ctypes; ctypes.string_at(0)", "import os; os._exit(0)", "raise type('Odd', (BaseException,), {})"])
+def test_a_file_that_does_not_load_is_a_line_for_who_names_another_backend_and_the_error_of_who_names_its_own(tmp_path, site, contained, plugin, deed):
+    good, bad = tmp_path / "my-npu.py", tmp_path / "bad.py"
+    good.write_text(plugin("my_npu", 1))
+    bad.write_text(deed)
+    site.install(plugin())
+    registry = BackendRegistry(plugin_paths=[good, bad], env=contained)
+    (line,) = registry.messages
+    assert line.startswith(f"plug-in {bad} failed to load, and nothing of it is used: ")
+    assert line.endswith(f"correct {bad}")
+    assert registry.remarks == set(), "--strict refuses it"
+    assert [registry.select(name).name for name in ("ref", "my_npu", "acme_npu")] == ["ref", "my_npu", "acme_npu"]
+    assert {s.name: s.state for s in registry.states()} | {"my_npu": "ready", "acme_npu": "ready", "ref": "ready", "fake": "ready"} == {s.name: s.state for s in registry.states()}
+    with pytest.raises(BackendBroken) as caught:
+        registry.select("bad")
+    assert (caught.value.message, caught.value.exit_code) == (f"no backend is called 'bad', and plug-in {bad} failed to load", 3)
+    assert caught.value.why in line
+    with pytest.raises(BackendBroken, match=r"^plug-in .*bad\.py failed to load$"):
+        registry.select()
+    assert BackendRegistry(plugin_paths=[bad], env={**contained, "FASTLLM_BACKEND": "ref"}).select().name == "ref"
 
 
 def test_the_usual_way_out_of_a_broken_backend_names_it():
