@@ -20,9 +20,9 @@
 
 #include "_select.h"
 
-#define FL_LISTED 96    /* tokens of a list, at most */
-#define FL_LISTED_ONE 8 /* of a row of which the likeliest is wanted */
-#define FL_SPARE 24     /* more than top_k: some are refused */
+#define FL_LISTED 96     /* tokens of a list, at most */
+#define FL_LISTED_ONE 48 /* of a row of which the likeliest is wanted, once the first is refused */
+#define FL_SPARE 24      /* more than top_k: some are refused */
 
 enum { FL_UNDECIDED = -2, FL_ASK = -3 };
 
@@ -31,21 +31,37 @@ typedef struct {
     int64_t count, known;                         /* listed; of them, from the first on: allowed */
     int64_t most;                                 /* tokens that are chosen among: top_k; 1: the likeliest is wanted */
     int whole;                                    /* the row has no other tokens */
+    int likeliest;                                /* only the likeliest is listed */
     int free;                                     /* the row is held to nothing */
+    int64_t only;                                 /* the one token that may come, n: a wrong one; -1: there are more */
     fl_draw draw;
 } fl_held;
 
-/* Lists the best tokens of row r of the sampler, which has no masks. None are, where no list can decide: of a row that is not finite or
- * of which nothing is left, and of one that is drawn from more tokens than a list has. */
-static void fl_held_open(const float *raw, int64_t n, const fl_sampler *s, int64_t r, fl_scratch *scratch, fl_held *held) {
+/* Lists the best tokens of row r of the sampler, which has no masks; where the likeliest is wanted, that alone, or with `more` those behind it.
+ * None are, where no list can decide: of a row that is not finite or of which nothing is left, and of one that is drawn from more tokens than a
+ * list has. Where one token alone may come it is the list, if the row's adjustments leave it a weight. */
+static void fl_held_open(const float *raw, int64_t n, const fl_sampler *s, int64_t r, int more, fl_scratch *scratch,
+                         fl_held *held) {
     int32_t highest, lowest;
     int usable, banned;
     const float *row = fl_adjusted_row(raw, n, s, r, 1, scratch, &highest, &lowest, &usable, &banned);
     const int one = s->temperature[r] <= FL_MIN_TEMPERATURE || s->top_k[r] == 1;
     const int64_t wanted = one ? FL_LISTED_ONE : (int64_t)s->top_k[r] + FL_SPARE;
-    held->count = held->known = held->whole = 0;
+    held->count = held->known = held->whole = held->likeliest = 0;
     held->most = one ? 1 : s->top_k[r];
-    if (!usable || !fl_usable(highest, lowest) || held->most <= 0 || wanted > FL_LISTED) return;
+    if (!usable || !fl_usable(highest, lowest)) return;
+    if (held->only >= 0) {
+        const int32_t order = held->only < n ? fl_order(row[held->only]) : FL_MINUS_INF;
+        held->most = held->count = held->known = order > FL_MINUS_INF;
+        held->keys[0] = fl_key(order, held->only);
+        return;
+    }
+    if (held->most <= 0 || wanted > FL_LISTED) return;
+    if (one && !more) {
+        held->keys[0] = fl_key(highest, fl_argmax(row, n, scratch->maxima, highest));
+        held->count = held->likeliest = 1;
+        return;
+    }
     held->draw = (fl_draw){0.0f, one ? 0.0f : 1.0f / s->temperature[r], s->u[r], s->top_p[r], fl_least(s->min_p[r]), s->wide};
     held->count = fl_largest(row, n, wanted, scratch->maxima, FL_MINUS_INF + 1, scratch->keys);
     held->whole = held->count < wanted;
@@ -62,8 +78,21 @@ static int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl
         if (held[r].free) {
             ids[r] = fl_sample_row(logits + r * n, n, sampler, r, &scratch);
         } else {
-            fl_held_open(logits + r * n, n, sampler, r, &scratch, held + r);
+            fl_held_open(logits + r * n, n, sampler, r, 0, &scratch, held + r);
         }
+    }
+    free(scratch.keys);
+    return status;
+}
+
+/* Lists what is behind the likeliest token of row r of rows [R, n], which has been refused. Returns as fl_sample_held. */
+static int fl_held_more(const float *logits, int64_t n, const fl_sampler *sampler, int64_t r, fl_held *held) {
+    fl_scratch scratch;
+    const int status = fl_scratch_open(&scratch, n);
+    if (status == 0) {
+        fl_held_open(logits + r * n, n, sampler, r, 1, &scratch, held);
+        held->count--;
+        memmove(held->keys, held->keys + 1, (size_t)held->count * sizeof(uint64_t));
     }
     free(scratch.keys);
     return status;

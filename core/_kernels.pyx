@@ -92,9 +92,11 @@ cdef extern from "_held.h" nogil:
         FL_UNDECIDED
         FL_ASK
     ctypedef struct fl_held:
-        int free
+        int free, likeliest
+        int64_t count, only
 
     int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, fl_held *held, int32_t *ids)
+    int fl_held_more(const float *logits, int64_t n, const fl_sampler *sampler, int64_t r, fl_held *held)
     int32_t fl_held_asked(const fl_held *held)
     void fl_held_answer(fl_held *held, int allowed)
     int32_t fl_held_next(const fl_held *held)
@@ -458,9 +460,10 @@ cdef class Sampler:
     def choose(self, logits, list held=None):
         """ids i32 [R] of logits f32 [R, V], as `sample`.
 
-        held: of R entries, for a sampler without masks: None where a row is free, else a callable that says of a token's id
-        whether it may come (None: it cannot say). The id of such a row is the one that the mask of all that it allows would
-        give, or UNDECIDED where its answers do not decide. What it raises takes its place in `held`, and the row is UNDECIDED.
+        held: of R entries, for a sampler without masks: None where a row is free, the id of the only token that may come, or a
+        callable that says of a token's id whether it may come (None: it cannot say). The id of such a row is the one that the
+        mask of all that may come would give, or UNDECIDED where the answers do not decide. What a callable raises takes its
+        place in `held`, and the row is UNDECIDED.
         """
         cdef int64_t n, row
         cdef int status
@@ -489,13 +492,15 @@ cdef class Sampler:
                 raise OutOfMemory(f"sampling {self.rows} rows needs {self.rows * sizeof(fl_held)} bytes of memory")
             try:
                 for row in range(self.rows):
-                    lists[row].free = held[row] is None
+                    entry = held[row]
+                    lists[row].free = entry is None
+                    lists[row].only = -1 if not isinstance(entry, int) else entry if 0 <= entry < n else n
                 with nogil:
                     status = fl_sample_held(source, self.rows, n, &self.s, lists, target)
                 if status == 0:
                     for row in range(self.rows):
                         if not lists[row].free:
-                            target[row] = _ask(&lists[row], held, row)
+                            target[row] = _ask(source, n, &self.s, &lists[row], held, row)
             finally:
                 free(lists)
         if status != 0:
@@ -503,9 +508,10 @@ cdef class Sampler:
         return out
 
 
-cdef int32_t _ask(fl_held *asked, list held, Py_ssize_t row):
+cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row) except? -3:
     """The id of a row, by what its callable says of the tokens of its list."""
     cdef int32_t found = fl_held_next(asked)
+    cdef int status
     allows = held[row]
     while found == FL_ASK:
         try:
@@ -516,6 +522,11 @@ cdef int32_t _ask(fl_held *asked, list held, Py_ssize_t row):
         if answer is None:
             return FL_UNDECIDED
         fl_held_answer(asked, 1 if answer else 0)
+        if asked.likeliest and not answer:
+            with nogil:
+                status = fl_held_more(logits, n, sampler, row, asked)
+            if status != 0:
+                raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
         found = fl_held_next(asked)
     return found
 

@@ -32,7 +32,7 @@ class HeldRows:
     def __init__(self, vocab_size: int, fail: Callable[[Job, BaseException], None], tell: Callable[[float], None]):
         self._vocab_size, self._words, self._fail, self._tell = vocab_size, (vocab_size + 31) // 32, fail, tell
         self._waited_s = 0.0
-        self.rows: list[tuple[int, JobChoice, TokenConstraint]] = []  # row of the logits, whose it is, what it is held to
+        self.rows: list[tuple[int, JobChoice, TokenConstraint, Any]] = []  # row of the logits, whose it is, what it is held to, its `check`
 
     def begin(self, step: ScheduledStep) -> None:
         """The steps that follow have the sequences of this one."""
@@ -41,7 +41,7 @@ class HeldRows:
             row += part.num_rows
             choice: JobChoice = part.sequence.owner
             if part.num_rows and part.samples and choice.constraint is not None:
-                self.rows.append((row - 1, choice, choice.constraint))
+                self.rows.append((row - 1, choice, choice.constraint, getattr(choice.constraint, "check", None)))
 
     def end(self) -> None:
         """No step follows for a while: nothing of the last one is kept."""
@@ -51,27 +51,21 @@ class HeldRows:
         """i32 [R] of logits f32 [R, V]. A constraint that raises fails its request, whose row is then nobody's."""
         held: list[Any] = [None] * len(logits)
         started = time.monotonic()
-        for row, choice, constraint in self.rows:
+        for row, choice, _, check in self.rows:
             if not choice.finished:
-                held[row] = self._check(choice, constraint)
+                try:
+                    held[row] = _unknown if check is None else check()
+                except BaseException as error:  # also a panic of its library, which is no Exception
+                    self._fail(choice.job, error)
         self._waited_s = time.monotonic() - started
         ids = kernel.choose(logits, held)
-        for row, choice, constraint in self.rows:
-            if ids[row] == UNDECIDED:
+        given = ids.tolist()
+        for row, choice, constraint, _ in self.rows:
+            if given[row] == UNDECIDED:
                 ids[row] = self._masked(choice, constraint, held[row], logits[row : row + 1])
         if any(check is not None for check in held):
             self._tell(self._waited_s)
         return ids
-
-    def _check(self, choice: JobChoice, constraint: TokenConstraint) -> Callable[[int], bool | None] | None:
-        check = getattr(constraint, "check", None)
-        if check is None:
-            return _unknown
-        try:
-            return check()
-        except BaseException as error:  # also a panic of its library, which is no Exception
-            self._fail(choice.job, error)
-            return None
 
     def _masked(self, choice: JobChoice, constraint: TokenConstraint, answer: Any, logits: np.ndarray) -> int:
         """The id of one row, f32 [1, V], under its mask. answer: what `check` gave, or raised when it was called."""

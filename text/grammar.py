@@ -42,6 +42,7 @@ JSON_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": W
 LIMITS: Final[Any] = {"max_items_in_row": 20_000, "step_max_items": 200_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 """Of the library, for one token; a step that needs more fails its request. Alternatives of a rule are items of a row."""
 
+KNOWN_TEXTS, KNOWN_BYTES = 4096, 64  # whose ids are kept, and the longest of them
 PROBE_TOKENS: Final = 64  # of an answer that is tried before a grammar is accepted
 PROBE_S: Final = 0.5
 PROBE_FIRST: Final = (",", '"', ":", "{", "[", "1", "]", "}")  # tokens that lead on through JSON
@@ -91,8 +92,19 @@ class _Wrapped:
             self.tokens = [raw if i in special or is_whole(raw) else b"" for i, raw in enumerate(self.tokens)]
         self._by_bytes = {raw: i for i, raw in reversed(list(enumerate(self.tokens))) if raw and i not in special}  # the lowest id of equal ones
         self._longest = max(map(len, self._by_bytes), default=1)
+        self._known: dict[bytes, list[int]] = {}
 
     def __call__(self, text: bytes) -> list[int]:
+        found = self._known.get(text)
+        if found is None:
+            found = self._ids(text)
+            if len(text) <= KNOWN_BYTES:  # a grammar forces the same few texts again and again, and their beginnings
+                if len(self._known) >= KNOWN_TEXTS:
+                    self._known.clear()
+                self._known[text] = found
+        return found
+
+    def _ids(self, text: bytes) -> list[int]:
         try:
             ids = self._tokenizer.encode_continued(text.decode())  # of a grammar's forced bytes: not one blank more
         except (UnicodeDecodeError, InvalidRequest):

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .matcher import Matcher
 
-Check = Callable[[int], bool | None]
+Check = Callable[[int], bool | None] | int
 
 __all__ = ["After", "Banned", "BannedTexts", "Budget", "CallGrammar", "Held", "Lazy"]
 
@@ -44,7 +44,7 @@ class Held(Protocol):
         """u32 [words], or None: everything may be said."""
 
     def check(self) -> Check | None:
-        """What says of single tokens whether they may come (None: ask `mask`); or None: everything may be said."""
+        """What says of single tokens whether they may come (None: ask `mask`), or the only one that may; None: everything may be said."""
 
     def accept(self, token_id: int) -> bool:
         """Takes a token. True: the answer is complete."""
@@ -132,7 +132,7 @@ class Budget:
     def check(self) -> Check | None:
         """As of `Held`."""
         if self._forces:
-            return _by_mask
+            return self._ids[self._forced]
         return None if self._inner is None else self._inner.check()
 
     def accept(self, token_id: int) -> bool:

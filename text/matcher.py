@@ -1,8 +1,9 @@
 """One answer's place in a grammar: which tokens may come next, said of single ones or as a mask over the vocabulary.
 
 Mostly the model's likeliest token is one that the grammar allows. The library says so of one token in a microsecond; a mask takes it six to several
-hundred. So the engine asks for single tokens first (`Matcher.check`), and for the mask where that does not decide. Where a model and a grammar go on
-disagreeing and masks are slow, they are computed beside the step, by a thread of their own.
+hundred. So the engine asks for single tokens first (`Matcher.check`), and for the mask where that does not decide. Where that happens again and again and
+masks are slow, they are computed beside the step, by a thread of their own. Whether a token is forced is looked up as soon as the one before is taken:
+what the library reads of this answer is in the processor's caches then, and is not after the next step of the model.
 
 Which of these is taken depends on how long the library took, and never changes which tokens may come. One thing does depend on it: only masks are held to the
 library's limits. A grammar that goes beyond them at some token may fail an answer there on a slow machine, and be followed on a quick one.
@@ -34,7 +35,7 @@ MIN_QUESTIONS, MAX_QUESTIONS = 10, 64  # a mask has a price besides its computat
 UNMASKED: Final = 64  # tokens after which a mask is computed in any case: the library's limits are for the time between two masks
 SLOW_S, SLOW_FOR = 1e-3, 16  # a single token that takes as long; so many tokens then have masks, whose limits end what is too much
 AHEAD_S: Final = 200e-6  # a mask that takes as long is computed beside the step
-AHEAD_AFTER: Final = 2  # likeliest tokens in a row that were refused
+AHEAD_AFTER: Final = 2  # tokens in a row that single ones did not decide
 
 
 @dataclass
@@ -68,36 +69,32 @@ class Matcher:
         self._done = threading.Lock()  # held from `ahead` until the mask is there
         self._error: FastLLMError | None = None
         self._questions = 0  # that may still be asked for the next token
-        self._fresh = True  # none has been asked
         self._agreed = set[int]()  # that may come, by what was asked
-        self._refused = 0  # likeliest tokens in a row that may not come
+        self._needed = False  # single tokens did not decide the next one
+        self._undecided = 0  # tokens in a row of which that is true
         self._unmasked = 0  # tokens since the last mask
         self._slow = 0  # tokens that have masks because the library was slow for a single one
         if first is not None:
-            self._ready, self._must, self._looked = first.mask(), first._must.copy(), first._looked
+            self._ready, self._must, self._looked = first._mask(), first._must.copy(), first._looked
 
     def mask(self) -> np.ndarray:
         """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises InvalidSchema if the grammar grew
         beyond the library's limits."""
-        if self._ready is None:
-            if self._coming:
-                self._wait()
-            else:
-                self._compute()
-            if self._error is not None:
-                raise self._error
-            assert self._own is not None
-            self._ready = self._own[: self._sort.words]
-        return self._ready
+        self._needed = True
+        return self._mask()
 
-    def check(self) -> Callable[[int], bool | None]:
-        """What says of a token whether the mask has it; None: the mask is quicker by now, or alone knows. Valid until `accept`; raises as `mask`."""
+    def check(self) -> Callable[[int], bool | None] | int:
+        """The one token that must come; else what says of a token whether the mask has it, None: the mask is quicker by now, or alone knows. Valid until
+        `accept`; raises as `mask`."""
         if self._ready is None:
-            if self._coming or self._slow or self._unmasked >= UNMASKED or self._forced():
-                self.mask()
+            if not (self._looked or self._coming or self._slow):
+                self._forced()
+            if self._coming or (not self._must and (self._slow or self._unmasked >= UNMASKED)):
+                self._mask()
             else:
                 self._questions = MIN_QUESTIONS + min(int(self._sort.mask_s / QUESTION_S), MAX_QUESTIONS)
-        self._fresh = True
+        if self._must:
+            return self._must[0]
         self._agreed.clear()
         return self._allows
 
@@ -107,20 +104,26 @@ class Matcher:
         if self._coming:
             self._wait()  # the library's matcher is not for two threads
         given, self._ready = self._ready, None
-        if self._must and self._must.popleft() != token_id:
+        forced = bool(self._must) and self._must.popleft() == token_id
+        if not forced:
             self._must.clear()
         self._looked = bool(self._must)
         self._unmasked += 1
+        self._undecided, self._needed = (self._undecided + 1 if self._needed else 0), False
         started = time.perf_counter()
         if not self._matcher.consume_token(token_id):
-            allowed = token_id in self._agreed or (given is not None and _has(given, token_id))
+            allowed = forced or token_id in self._agreed or (given is not None and _has(given, token_id))
             self._error = self._failed() if allowed else EngineError(CANNOT, why=first_lines(str(self._matcher.get_error())))
             raise self._error
         if self._matcher.is_stopped():
             return True
         self._slow = SLOW_FOR if time.perf_counter() - started > SLOW_S else max(self._slow - 1, 0)
-        if self._slow or (self._refused >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S):
+        if self._slow or (self._undecided >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S):
             self.ahead()
+        elif not self._looked:
+            self._forced()
+            if time.perf_counter() - started > SLOW_S:
+                self._slow = SLOW_FOR
         return False
 
     def ahead(self) -> None:
@@ -170,19 +173,11 @@ class Matcher:
         return list(self._forced())
 
     def _allows(self, token_id: int) -> bool | None:
-        allowed: bool | None
         if self._ready is not None:
-            allowed = _has(self._ready, token_id)
-        elif self._questions > 0:
-            self._questions -= 1
-            allowed = self._may_come(token_id)
-        else:
+            return _has(self._ready, token_id)
+        if self._questions <= 0:
             return None
-        if self._fresh:
-            self._fresh, self._refused = False, 0 if allowed else self._refused + 1
-        return allowed
-
-    def _may_come(self, token_id: int) -> bool | None:
+        self._questions -= 1
         sort = self._sort
         if token_id in sort.ends:
             return self._matcher.is_accepting() or (False if sort.ends_are_plain else None)
@@ -191,12 +186,24 @@ class Matcher:
         if token_id >= sort.known:
             return False
         started = time.perf_counter()
-        valid = self._matcher.validate_tokens([token_id])
+        valid = self._matcher.validate_tokens([token_id]) == 1
         if time.perf_counter() - started > SLOW_S:
             self._slow = SLOW_FOR
-        if valid == 1:
+        if valid:
             self._agreed.add(token_id)
-        return valid == 1
+        return valid
+
+    def _mask(self) -> np.ndarray:
+        if self._ready is None:
+            if self._coming:
+                self._wait()
+            else:
+                self._compute()
+            if self._error is not None:
+                raise self._error
+            assert self._own is not None
+            self._ready = self._own[: self._sort.words]
+        return self._ready
 
     def _wait(self) -> None:
         with self._done:

@@ -74,8 +74,10 @@ def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
             params |= drawn_adjustments(rng, n, rows)
         allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
         allowed[np.arange(rows), rng.integers(0, n, rows)] = True
-        free = rng.random(rows) < 0.1
+        free, alone = rng.random(rows) < 0.1, rng.random(rows) < 0.1
         allowed[free] = True
+        only = rng.integers(0, n, rows)
+        allowed[alone] = np.arange(n) == only[alone, None]
         masks = np.stack([packed(row) for row in allowed])
         questions: list[list[int]] = [[] for _ in range(rows)]
 
@@ -86,17 +88,17 @@ def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
 
             return allows
 
-        got = Sampler(**params).choose(logits, [None if free[row] else ask(row) for row in range(rows)])
+        got = Sampler(**params).choose(logits, [int(only[row]) if alone[row] else None if free[row] else ask(row) for row in range(rows)])
         want = _kernels.sample(logits, mask=masks, **params)
         for row in range(rows):
             assert got[row] in (UNDECIDED, want[row]), (n, row, {name: value[row] for name, value in params.items() if len(value) == rows})
             assert len(set(questions[row])) == len(questions[row]), "a token is asked for twice"
             decided += got[row] != UNDECIDED
-            if got[row] != UNDECIDED and not free[row]:
+            if got[row] != UNDECIDED and not (free[row] or alone[row]):
                 asked += 1
                 ranks.append(len(questions[row]))
     assert decided > 0.5 * 40 * rows, "lists decide most rows"
-    assert np.mean(ranks) < 12, "and few questions do"
+    assert np.mean(ranks) < 14, "and few questions do"
 
 
 def descending(first, count):
@@ -162,6 +164,30 @@ def test_no_token_behind_another_weighs_more_than_the_bound(first):
     assert (behind <= weights + (weights >> 22) + 1).all()
 
 
+def test_the_only_token_that_may_come_is_asked_of_nobody():
+    logits = np.stack([np.arange(40.0)] * 6).astype(np.float32)
+    logits[1, 30], logits[2, 7] = np.nan, -np.inf
+    adjustments = {"adjust_start": np.array([0, 0, 0, 0, 0, 1, 1], np.int32), "adjust_ids": np.array([7], np.int32)}
+    adjustments |= {"adjust_bias": np.array([-np.inf], np.float32), "adjust_repeat": np.ones(1, np.float32), "adjust_sub": np.zeros(1, np.float32)}
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 3), (1.0, 90)):
+        kernel = Sampler(u=np.full(6, 0.9), temperature=np.full(6, temperature, np.float32), top_k=np.full(6, top_k, np.int32), top_p=np.full(6, 0.9, np.float32), min_p=np.full(6, 0.5, np.float32), **adjustments)
+        # one that is banned, or whose logit is none, is left to the mask, and so is what is no token
+        assert kernel.choose(logits, [7, 7, 7, 0, 7, 40]).tolist() == [7, UNDECIDED, UNDECIDED, 0, UNDECIDED, UNDECIDED]
+        assert kernel.choose(logits, [-1, 2**70, 39, None, 6, 7])[[0, 1, 2, 4, 5]].tolist() == [UNDECIDED, UNDECIDED, 39, 6, 7]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2, 47])
+def test_the_likeliest_that_may_come_is_found_behind_many_that_may_not(refused):
+    rng = np.random.default_rng(refused)
+    logits = rng.permutation(500).astype(np.float32)[None]
+    order, asked = np.argsort(-logits[0]), list[int]()
+    ones = np.ones(1, np.float32)
+    kernel = Sampler(u=np.zeros(1), temperature=0 * ones, top_k=np.array([40], np.int32), top_p=ones, min_p=0 * ones)
+    assert kernel.choose(logits, [lambda token: (asked.append(token), token == order[refused])[1]])[0] == order[refused]
+    assert asked == order[: refused + 1].tolist()
+    assert kernel.choose(logits, [lambda _: False])[0] == UNDECIDED
+
+
 def test_what_no_list_decides_is_left_to_the_mask():
     logits = np.stack([np.full(40, np.nan), np.full(40, -np.inf), np.arange(40), np.arange(40), np.arange(40)]).astype(np.float32)
     ones = np.ones(5, np.float32)
@@ -213,6 +239,23 @@ class Asked(Every):
         return self.allows(token)
 
 
+class Forcing(Every):
+    """The same, but every third position is for one token."""
+
+    def allows(self, token):
+        return token == self.forced() if self.at % 3 == 1 else super().allows(token)
+
+    def forced(self):
+        return (self.at * 11 + self.salt) % VOCAB
+
+
+class Forced(Forcing):
+    """Which is told without a mask."""
+
+    def check(self):
+        return self.forced() if self.at % 3 == 1 else self.allows
+
+
 SETTINGS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.4, "presence_penalty": 0.5},
@@ -226,10 +269,10 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
-@pytest.mark.parametrize("of", [2, 3, 11])
-def test_answers_are_those_of_masks_alone_to_the_last_bit(number, of):
+@pytest.mark.parametrize(("masked", "told", "of"), [(Every, Asked, 2), (Every, Asked, 3), (Every, Asked, 11), (Forcing, Forced, 3)])
+def test_answers_are_those_of_masks_alone_to_the_last_bit(number, masked, told, of):
     params = SamplingParams(**{"max_tokens": 14, "seed": 11, **SETTINGS[number]})
-    made: dict[type, list[Every]] = {Every: [], Asked: []}
+    made: dict[type, list[Every]] = {masked: [], told: []}
 
     def constraint(kind):
         def make():
@@ -244,10 +287,13 @@ def test_answers_are_those_of_masks_alone_to_the_last_bit(number, of):
             handles = {kind: engine.submit(Request(prompt, params, end_ids=[7], constraint=constraint(kind))) for kind in made}
             for kind, handle in handles.items():
                 answers[kind].append([(c.token_ids, c.finish_reason, c.logprobs) for c in handle.result().choices])
-    assert answers[Asked] == answers[Every]
-    asked, masked = (sum(c.masks for c in made[kind]) for kind in (Asked, Every))
-    assert asked == masked if params.top_k == 0 and params.temperature else asked < masked / 2
-    assert all(c.questions == 0 for c in made[Every])
+    assert answers[told] == answers[masked]
+    fewer, all_ = (sum(c.masks for c in made[kind]) for kind in (told, masked))
+    if params.top_k == 0 and params.temperature and told is Asked:
+        assert fewer == all_
+    else:
+        assert fewer < all_ * (0.8 if params.top_k == 0 else 0.5)
+    assert all(c.questions == 0 for c in made[masked])
 
 
 def test_an_idle_engine_keeps_nothing_of_what_held_the_last_answers():

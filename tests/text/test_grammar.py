@@ -16,7 +16,8 @@ from tokenizers import pre_tokenizers
 
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
-from fastllm.text.grammar import MAX_KEPT, GrammarCompiler
+from fastllm.text import grammar as grammar_module
+from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, _Wrapped
 from fastllm.text.matcher import Matcher, Sort
 from fastllm.text.worker import Worker
 from tests.interface.conftest import byte_tokenizer
@@ -93,6 +94,32 @@ def test_nor_does_sentencepiece(piece_tokenizer):
     assert piece_tokenizer.decode(piece_tokenizer.encode("ab c", add_special=False, parse_special=False), skip_special=False) == " ab c"
     matcher = GrammarCompiler(piece_tokenizer, piece_tokenizer.vocab_size).choice(["ab c"])()
     assert piece_tokenizer.decode(matcher.forced(), skip_special=False) == "ab c"
+
+
+def test_the_ids_of_texts_that_a_grammar_forces_are_kept_within_a_bound(tokenizer, monkeypatch):
+    wrapped, texts = _Wrapped(tokenizer), [f"{n} is a number".encode() for n in range(50)]
+    want = [tokenizer.encode_continued(text.decode()) for text in texts]
+    monkeypatch.setattr(grammar_module, "KNOWN_TEXTS", 16)
+    monkeypatch.setattr(tokenizer, "encode_continued", count := Counted(tokenizer.encode_continued))
+    for _ in range(2):
+        assert wrapped(texts[0]) == want[0]
+    assert count.calls == 1
+    assert [wrapped(text) for text in texts] == want
+    assert len(wrapped._known) <= 16
+    long = b"x" * 1000
+    assert wrapped(long) == wrapped(long) == tokenizer.encode_continued(long.decode())
+    assert long not in wrapped._known
+
+
+class Counted:
+    """A function that is counted."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.function(*args)
 
 
 def walk(tokenizer, grammar, seed, limit=400):

@@ -59,7 +59,10 @@ def test_single_tokens_are_what_the_mask_says(compiler, monkeypatch, name):
         for _ in range(30):
             allowed = bits(np.frombuffer(other._matcher.compute_bitmask(), np.uint32))
             allows = one.check()
-            answers = [allows(token) for token in range(VOCAB)]
+            if isinstance(allows, int):
+                allowed[:] = np.arange(VOCAB) == allows  # what is written by one token alone, though others may write its beginning
+                assert (bits(one.mask()) == allowed).all()
+            answers = [token == allows if isinstance(allows, int) else allows(token) for token in range(VOCAB)]
             for token, answer in enumerate(answers):
                 assert answer in (None, allowed[token]), (token, answer)
             told += sum(answer is not None for answer in answers)
@@ -67,6 +70,49 @@ def test_single_tokens_are_what_the_mask_says(compiler, monkeypatch, name):
             if one.accept(token) | other.accept(token) or token in compiler._tokenizer.end_ids:
                 break
     assert told > 1000, "and mostly it can say so"
+
+
+def test_whether_a_token_is_forced_is_looked_up_when_the_one_before_is_taken(compiler):
+    one = compiler.regex("[ab]cde[ab]")()
+    tokens = {text: compiler._tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in "abcde"}
+    library, asked = one._matcher, list[str]()
+
+    class Told:
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(library, name)
+
+    one._matcher = Told()
+    answers = []
+    for text in "acdeb":
+        asked.clear()
+        given = one.check()
+        answers.append(given if isinstance(given, int) else given(tokens[text]))
+        assert "compute_ff_tokens" not in asked
+        asked.clear()
+        done = one.accept(tokens[text])
+        assert asked.count("compute_ff_tokens") == (not done and text in "ae"), "and once for all of a text that must come"
+    assert answers == [True, tokens["c"], tokens["d"], tokens["e"], True]
+    assert done
+
+
+def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler, monkeypatch):
+    one = compiler.regex("[ab]*c")()
+    token = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0]
+    look, clock = one._forced, SimpleNamespace(now=0.0)
+    monkeypatch.setattr(matcher, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def slow():
+        clock.now += 2 * matcher.SLOW_S
+        return look()
+
+    one._forced = slow
+    one.accept(token)
+    assert not one._coming
+    one.check()
+    assert one._ready is not None, "the library's limits are for masks"
+    one.accept(token)
+    assert one._coming
 
 
 def test_a_long_answer_has_a_mask_now_and_then_for_the_librarys_limits(compiler, monkeypatch):
@@ -95,16 +141,16 @@ def test_where_single_tokens_are_slow_masks_are_used(compiler, monkeypatch):
     assert one._ready is not None
 
 
-def test_where_the_likeliest_token_keeps_being_refused_slow_masks_are_computed_beside_the_step(compiler, monkeypatch):
+def test_where_single_tokens_keep_deciding_nothing_slow_masks_are_computed_beside_the_step(compiler, monkeypatch):
     one = compiler.regex("[ab]*c")()
-    right, wrong = (compiler._tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in "ax")
+    right = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0]
     monkeypatch.setattr(matcher, "AHEAD_S", -1.0)
     monkeypatch.setattr(matcher, "SLOW_S", 60.0)
     seen = []
-    for first in (wrong, wrong, right, wrong, right):
-        allows = one.check()
-        assert allows(first) == (first == right)
-        assert allows(right)
+    for decides in (False, False, True, False, True):
+        assert one.check()(right)
+        if not decides:
+            one.mask()
         one.accept(right)
         seen.append(one._coming)
     assert seen == [False, True, False, False, False]
