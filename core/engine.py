@@ -461,7 +461,7 @@ class Engine:
         self._failures += 1
         self._progress_at = time.monotonic()
         known = isinstance(error, FastLLMError)
-        text = error.message if isinstance(error, FastLLMError) else _told(error)
+        text = _told(error)
         base = error if isinstance(error, FastLLMError) else _typed(error, text)
         failed = [*(part.sequence for part in step.slices), *(sequence for _, sequence in step.restores)]  # a state that was not put back is lost
         for job in {sequence.owner.job: None for sequence in failed}:
@@ -506,8 +506,10 @@ class Engine:
 
 
 def _told(error: BaseException) -> str:
-    """An exception that is not ours, in a message."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """An exception in a message: of ours its sentence, else kind and text; and the op and device where a step failed."""
+    kind = "" if isinstance(error, FastLLMError) else type(error).__name__
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return ": ".join(filter(None, (kind, str(error)))) + where
 
 
 def _typed(error: BaseException, message: str) -> FastLLMError:

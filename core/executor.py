@@ -257,11 +257,7 @@ class Executor:
             for index, program in enumerate(self._programs):
                 for copy in self.plan.segments[index].copies:
                     self._carry(copy.value, copy.source, copy.target, dims)
-                if program is not None:
-                    program.run(dims)
-                else:
-                    for call in self._interpreted[index]:
-                        call(dims)
+                self._run_segment(index, program, dims)
             logits = self._logits_of[dims.R]
             if not self._logits_here:
                 self._read_logits(logits)
@@ -269,6 +265,23 @@ class Executor:
             for stream in self._waits:
                 stream.synchronize()
         return StepResult(self._sample(logits, batch), logits)
+
+    def _run_segment(self, index: int, program: Program | None, dims: StepDims) -> None:
+        """A segment as its backend compiled it, or op by op. What goes wrong says where: no message of a driver does."""
+        segment, at = self.plan.segments[index], -1
+        try:
+            if program is not None:
+                program.run(dims)
+            else:
+                for call in self._interpreted[index]:
+                    at += 1
+                    call(dims)
+        except BaseException as error:
+            what = f"op '{self.plan.graph.nodes[segment.nodes[at]].op}'" if at >= 0 else f"the program of {len(segment.nodes)} ops"
+            note = f"{what} on {segment.device}"
+            if note not in getattr(error, "__notes__", ()):  # a backend may raise one object again and again
+                error.add_note(note)
+            raise
 
     def _fill(self, batch: StepBatch) -> None:
         """The arrays of a step to where the devices read them."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .arena import Lifetime, pack_lifetimes
-from .backend import Backend, No, OpQuery, PackedLayout, Yes, plain_bytes
+from .backend import Backend, No, OpQuery, PackedLayout, Yes
 from .decompose import decompose, expand
 from .errors import UnsupportedError, UsageError
-from .graph import Graph, KVSpec, Node, SlotSpec, Value
+from .graph import Graph, KVSpec, Node, Value
 from .model import experts_of_row
 from .ops import CATALOGUE, OPSET
 from .placement import Placement
+from .places import Form, place_all
 from .plan import HOST, INHERITED, Copy, Decision, Place, Plan, Segment, StepLimits
 from .quant import FORMATS
 from .rules import COPYING, DEARER
@@ -81,9 +81,7 @@ class _Planner:
             self.plan.decisions += self._decide(group, wanted[group[-1]])  # of state: where it is read
         self.plan.decisions.sort(key=lambda d: d.node)
         self._check_policy(wanted)
-        self._cut_segments()
-        self._place_weights_and_state()
-        self._place_activations()
+        place_all(self.plan, self.backends, self._kept)
         return self.plan
 
     def _stays_whole(self, node: Node, device: str) -> bool:
@@ -273,6 +271,11 @@ class _Planner:
         layouts = (backend.pack_layout(shape[-2:], form, uses) for form in forms)
         return next((layout for layout in layouts if layout is not None), None)
 
+    def _kept(self, value: Value, device: str) -> Form:
+        """The form of a weight on a device."""
+        layout, ref = self._layout(value, device), self.weights.get(value.name)
+        return Form(layout, self._dtype(value, device, {}), None if ref is None else stored_as(ref, self.sources, layout))
+
     def _dtype(self, value: Value, device: str, assume: Mapping[str, str]) -> str:
         """What an operand looks like on this device: a weight's format where it is packed, else the plain form it takes."""
         if value.kind != "weight" or value.dtype != "any":
@@ -296,128 +299,6 @@ class _Planner:
         if not users:
             return "f32"
         return next((choice for choice in choices[:-1] if all(takes(n, choice) for n in users)), "f32")
-
-    # memory ---------------------------------------------------------------------------------------------------------
-
-    def _cut_segments(self) -> None:
-        runs: list[tuple[str, list[int]]] = []
-        for decision in self.plan.decisions:
-            if decision.impl == HOST:
-                continue
-            if not runs or runs[-1][0] != decision.device:
-                runs.append((decision.device, []))
-            runs[-1][1].append(decision.node)
-        present: dict[str, set[str]] = {}  # value -> devices that hold it
-        for device, nodes in runs:
-            copies = []
-            for name in dict.fromkeys(n for i in nodes for n in self.graph.nodes[i].inputs if n is not None):
-                base = self.graph.base(name)
-                if base.kind != "temp":
-                    continue
-                holders = present.setdefault(base.name, set())
-                if holders and device not in holders:
-                    copies.append(Copy(base.name, sorted(holders)[0], device))
-                    holders.add(device)
-            for index in nodes:
-                for name in self.graph.nodes[index].outputs:
-                    present[self.graph.base(name).name] = {device}
-            self.plan.segments.append(Segment(device, tuple(nodes), tuple(copies)))
-
-    def _add(self, device: str, value: Value, arena: str, nbytes: int, **fields: object) -> None:
-        key = (device, value.name)
-        if key in self.plan.places:
-            return
-        limits = self.backends[device].limits
-        size = -(-nbytes // limits.alignment) * limits.alignment
-        sizes = self.plan.arenas.setdefault((device, arena), [0])
-        if limits.max_alloc is not None and sizes[-1] and sizes[-1] + size > limits.max_alloc:
-            sizes.append(0)
-        shape = tuple(self.limits.resolve(d) for d in value.shape)
-        dtype, chunk = str(fields.pop("dtype", value.dtype)), len(sizes) - 1
-        self.plan.places[key] = Place(arena, sizes[-1], nbytes, shape, dtype, chunk=chunk, **fields)  # type: ignore[arg-type]
-        sizes[-1] += size
-
-    def _place_weights_and_state(self) -> None:
-        for segment in self.plan.segments:
-            backend = self.backends[segment.device]
-            for index in segment.nodes:
-                for name in self.graph.nodes[index].inputs:
-                    if name is None:
-                        continue
-                    value = self.graph.base(name)
-                    if value.kind == "weight":
-                        layout = self._layout(value, segment.device)
-                        dtype = self._dtype(value, segment.device, {})
-                        shape = [int(d) for d in value.shape]
-                        size = self._packed_bytes(layout, shape, backend) if layout else plain_bytes(shape, dtype)
-                        arena = "mapped" if self._is_mapped(value, layout, size, backend) else "weights"
-                        self._add(segment.device, value, arena, size, dtype=dtype, layout=layout)
-                    elif isinstance(value.spec, KVSpec):
-                        block = backend.kv_block_bytes(value.spec, self.limits.block_size)
-                        self._add(segment.device, value, "kv", block * self.limits.num_blocks, block_bytes=block)
-                    elif isinstance(value.spec, SlotSpec):
-                        block = plain_bytes(value.spec.shape, value.spec.dtype)
-                        self._add(segment.device, value, "state", block * self.limits.num_slots, block_bytes=block)
-                    elif value.kind in ("input", "const"):
-                        shape = [self.limits.resolve(d) for d in value.shape]
-                        self._add(segment.device, value, "host", plain_bytes(shape, value.dtype))
-
-    def _packed_bytes(self, layout: PackedLayout, shape: Sequence[int], backend: Backend) -> int:
-        """Bytes of a packed weight; each matrix of a stack begins aligned."""
-        if len(shape) < 3:
-            return layout.nbytes
-        return shape[0] * (-(-layout.nbytes // backend.limits.alignment) * backend.limits.alignment)
-
-    def _is_mapped(self, value: Value, layout: PackedLayout | None, size: int, backend: Backend) -> bool:
-        """Whether the file holds the weight as the device wants it, so that it is used from there."""
-        ref = self.weights.get(value.name)
-        source = None if ref is None else stored_as(ref, self.sources, layout)
-        if source is None or not backend.maps_weights:
-            return False
-        return source.nbytes == size and source.data.ctypes.data % backend.limits.alignment == 0
-
-    def _place_activations(self) -> None:
-        outputs = {self.graph.base(n).name for n in self.graph.outputs}
-        for device in self.plan.devices:
-            spans = self._spans(device)
-            lifetimes = []
-            for name, (first, last) in spans.items():
-                value = self.graph.values[name]
-                nbytes = plain_bytes([self.limits.resolve(d) for d in value.shape], value.dtype)
-                if name in outputs:
-                    self._add(device, value, "host", nbytes)
-                else:
-                    lifetimes.append(Lifetime(name, first, last, nbytes))
-            offsets, total = pack_lifetimes(lifetimes, self.backends[device].limits.alignment)
-            for life in lifetimes:
-                value = self.graph.values[life.name]
-                shape = tuple(self.limits.resolve(d) for d in value.shape)
-                self.plan.places[(device, life.name)] = Place("scratch", offsets[life.name], life.nbytes, shape, value.dtype)
-            if total:
-                self.plan.arenas[(device, "scratch")] = [total]
-            workspace = max((d.workspace for d in self.plan.decisions if d.device == device), default=0)
-            if workspace:
-                self.plan.arenas[(device, "workspace")] = [workspace]
-
-    def _spans(self, device: str) -> dict[str, tuple[int, int]]:
-        """First and last node at which a temporary is in use on a device; a copy counts as a use at the segment it precedes."""
-        spans: dict[str, tuple[int, int]] = {}
-
-        def use(name: str, index: int) -> None:
-            first, last = spans.get(name, (index, index))
-            spans[name] = (min(first, index), max(last, index))
-
-        for segment in self.plan.segments:
-            for copy in segment.copies:
-                if device in (copy.source, copy.target):
-                    use(copy.value, segment.nodes[0])
-            if segment.device == device:
-                for index in segment.nodes:
-                    node = self.graph.nodes[index]
-                    for name in (*node.inputs, *node.outputs):
-                        if name is not None and self.graph.base(name).kind == "temp":
-                            use(self.graph.base(name).name, index)
-        return spans
 
 
 def _exact(answer: Yes | No) -> bool:

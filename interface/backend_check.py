@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.errors import FastLLMError
-from .core.plugins import BackendRegistry, probe_in_children
+from .core.plugins import BackendRegistry, probe_in_child
 from .host import plugin_folder
 
 __all__ = ["CheckLine", "check_backend_package"]
@@ -50,7 +50,7 @@ def check_backend_package(
     if file is None:
         yield _packaging(state.distribution, bare)
     yield _imports(state.module, plugin_folder(state.module), file)
-    probe = probe_in_children({bare: registry.located(bare)})[0]
+    probe = probe_in_child(bare, plugins_file=plugins_file, plugin_paths=registry.files_of(bare))
     found = probe.state.get("state") if probe.outcome == "answered" else ""
     reason = str(probe.state.get("reason", "")) if found else f"the probe {probe.outcome}: {probe.detail}"
     devices = ", ".join(f"{d['id']} {d['name']} ({d['kind']})" for d in probe.state.get("devices", ()))
@@ -62,7 +62,7 @@ def check_backend_package(
     opened = _opened(registry, name, options)
     yield opened
     if opened.ok:
-        yield _quick(name, options, plugins_file, plugin_paths)
+        yield _quick(name, options, plugins_file, registry.files_of(bare))
 
 
 def _packaging(distribution: str, name: str) -> CheckLine:
@@ -118,7 +118,7 @@ def _opened(registry: BackendRegistry, name: str, options: Mapping[str, str]) ->
     return CheckLine(step or "self-test", not step, text or f"{selection}: one linear and eight tokens of a tiny model are right")
 
 
-def _quick(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: Sequence[Path]) -> CheckLine:
+def _quick(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: tuple[str, ...]) -> CheckLine:
     """One case of each kind, of Bronze."""
     try:
         return _quick_run(name, options, plugins_file, plugin_paths)
@@ -126,12 +126,12 @@ def _quick(name: str, options: Mapping[str, str], plugins_file: Path | None, plu
         return CheckLine("quick cases", False, f"{error.message}{': ' + error.why if error.why else ''}")
 
 
-def _quick_run(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: Sequence[Path]) -> CheckLine:
+def _quick_run(name: str, options: Mapping[str, str], plugins_file: Path | None, plugin_paths: tuple[str, ...]) -> CheckLine:
     from .conformance.run import RunOptions, run_suite
     from .conformance.runner import Selection
     from .conformance.session import Target
 
-    target = Target(name, dict(options), None if plugins_file is None else str(plugins_file), tuple(str(p) for p in plugin_paths))
+    target = Target(name, dict(options), None if plugins_file is None else str(plugins_file), plugin_paths)
     run = run_suite(RunOptions(target, Selection(quick=True)))
     bad = [f"{r.id}: {r.message}" for r in run.results if r.status in ("failed", "not run")]
     counts = run.report["standing"]["counts"]

@@ -79,7 +79,7 @@ def open_checked(
                 raise
             registry.set_aside(selection.name, error)
             selection = registry.select("auto")
-            options.message(f"{error.message}, so '{selection.name}' is used: {error.why}")
+            options.message(f"{error.message}, so '{selection.name}' is used: {error.why}" + (f"; {error.fix}" if error.fix else ""))
         except BaseException:
             if backend is not None:
                 backend.close()

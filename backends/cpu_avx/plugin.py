@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastllm.api import API_VERSION, OPSET, Backend, BackendSpec, DeviceInfo, Option, Ready, Unavailable, hookimpl
+from fastllm.api import (
+    API_VERSION,
+    OPSET,
+    Backend,
+    BackendSpec,
+    BackendUnavailable,
+    DeviceInfo,
+    Option,
+    Ready,
+    Unavailable,
+    hookimpl,
+)
 
 OPTIONS = {
     "threads": Option(int, 0, help="threads to compute with; 0: physical cores, affinity mask and CPU quota decide"),
@@ -29,6 +40,8 @@ OPTIONS = {
     "pin": Option(bool, True, help="bind threads to cores if they use all of them"),
 }
 
+REBUILD = "build it again: make install in a source tree, else pip install --force-reinstall fastllm-engine"
+
 
 @hookimpl
 def fastllm_backends() -> list[BackendSpec]:
@@ -42,19 +55,22 @@ def fastllm_probe(name: str) -> Ready | Unavailable:
     """Ready, unless the native code was not built or does not load."""
     try:
         from . import isa
-    except ImportError as error:
-        return Unavailable(f"the native code does not load: {error}", "reinstall fastllm-engine, or build it: pip install -e .")
-    from .threads import choose_threads
+        from .threads import choose_threads
 
-    choice = choose_threads(0)
-    detail = f"{isa.best()}, {choice.count} thread{'s' * (choice.count != 1)}"
+        best, choice = isa.best(), choose_threads(0)
+    except (ImportError, AttributeError) as error:  # a name that is not there: the code was built from older sources
+        return Unavailable(f"the native code does not load: {error}", REBUILD)
+    detail = f"{best}, {choice.count} thread{'s' * (choice.count != 1)}"
     return Ready((DeviceInfo("0", cpu_model(), memory_bytes(), detail, kind="cpu"),))
 
 
 @hookimpl
 def fastllm_open_backend(name: str, device: str, options: Mapping[str, Any]) -> Backend:
-    """Opens the CPU. Raises UsageError for an instruction set that cannot run here."""
-    from .backend import CpuBackend
+    """Opens the CPU. Raises UsageError for an instruction set that cannot run here, BackendUnavailable where the native code is not of these sources."""
+    try:
+        from .backend import CpuBackend
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable("backend 'cpu_avx' cannot be used on this machine", why=f"the native code does not fit its Python files: {error}", fix=REBUILD) from error
 
     return CpuBackend(**{key: options.get(key, option.default) for key, option in OPTIONS.items()})
 

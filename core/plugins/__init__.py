@@ -20,7 +20,7 @@ with an owner, never a traceback.
 
 from __future__ import annotations
 
-from .child import Answer, ChildProbe, probe_in_child, probe_in_children
+from .child import Answer, ChildProbe, located, probe_in_child, probe_in_children
 from .config import PluginsConfig, load_config
 from .hookspecs import check_api
 from .registry import BackendRegistry, Selection
@@ -35,6 +35,7 @@ __all__ = [
     "Selection",
     "check_api",
     "load_config",
+    "located",
     "probe_in_child",
     "probe_in_children",
 ]

@@ -53,7 +53,7 @@ class Contained:
 
     def located(self, entry: Entry) -> list[str]:
         """The arguments that make a child find this backend, and run the code of no other file: one that crashes would be this one's fault there."""
-        return located(self._plugins_file, [c.source.distribution for c in entry.candidates if c.source.file])
+        return located(self._plugins_file, entry.files)
 
     def open_questions(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those that a child is to be asked for, and that were not probed or found broken yet."""

@@ -43,6 +43,11 @@ class Entry:
         return self.candidates[0]
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The files of `--plugin` that claim it, as they were given."""
+        return tuple(c.source.distribution for c in self.candidates if c.source.file)
+
+    @property
     def disabled(self) -> bool:
         """Whether the user switched it off."""
         return isinstance(self.blocked, BackendDisabled)

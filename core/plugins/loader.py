@@ -42,9 +42,9 @@ DEVICE_KINDS = ("device", "cpu", "emulated")
 
 _OPTION_TYPES: Final = (int, float, bool, str)
 
-STRANGERS: Final[dict[str, str]] = {}
+STRANGERS: Final[dict[str, Candidate]] = {}
 """Plug-ins that did not come with fastllm and were imported in this process: distribution and version -> a backend of theirs. A fact of the process, as `sys.modules`
-is: an error that nobody understands names them, and the end of a command does not wait for their threads."""
+is: an error that nobody understands is theirs if it comes from their code, else names them, and the end of a command does not wait for their threads."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def load_plugin(candidate: Candidate, guard: Guard) -> Plugin:
     source = candidate.source
     started = time.perf_counter()
     if not source.builtin:
-        STRANGERS[source.label] = candidate.name
+        STRANGERS[source.label] = candidate
     with guard(candidate, "load"):
         module = _import(source)
     manager = pluggy.PluginManager(PROJECT)

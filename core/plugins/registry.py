@@ -245,9 +245,8 @@ class BackendRegistry:
 
     def transform_graph(self, graph: Graph, target: Selection) -> Graph:
         """The graph as the target's plug-in rewrites it, verified again; the same graph if it does not."""
-        entry = self._entry(target.name)
-        answer = self._ask.optional(entry, "fastllm_transform_graph", graph=graph, target=target)
-        return graph if answer is None else check_graph(entry.candidate, graph, answer)
+        answer = self._ask.optional(self._entry(target.name), "fastllm_transform_graph", graph=graph, target=target)
+        return graph if answer is None else check_graph(self._entry(target.name).candidate, graph, answer)
 
     def requirements(self, name: str) -> Any:
         """What the plug-in tells the conformance suite, or None."""
@@ -270,9 +269,9 @@ class BackendRegistry:
 
     # files, loading and probing -----------------------------------------------------------------------------------------
 
-    def located(self, name: str) -> list[str]:
-        """The arguments by which a child process (`probe_in_children`) finds this backend as it is found here."""
-        return self._contained.located(self._entry(name))
+    def files_of(self, name: str) -> tuple[str, ...]:
+        """The files of `--plugin` that this backend comes from, as they were given. Raises BackendNotFound."""
+        return self._entry(name).files
 
     def _load_file(self, path: Path) -> list[Candidate]:
         source = file_source(path)

@@ -26,7 +26,7 @@ from ..errors import (
 from .config import PluginsConfig, close_matches
 from .discovery import DISTRIBUTION, Candidate, Source
 
-__all__ = ["BackendState", "broken", "config_options", "describe", "given_options", "one_line", "state_name", "upgrade"]
+__all__ = ["BackendState", "blamed", "broken", "config_options", "describe", "given_options", "one_line", "state_name", "upgrade"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ def broken(candidate: Candidate, doing: str, why: str | BaseException) -> Backen
         fix=_fixes(candidate, cause),
         backend=candidate.name,
     )
+
+
+def blamed(candidate: Candidate, error: BaseException) -> BackendBroken | None:
+    """An exception of any kind that ended a command, if code of this plug-in is on its way here."""
+    return broken(candidate, "do its work", error) if _vendor_frame(error, candidate.source) else None
 
 
 def describe(candidate: Candidate) -> str:

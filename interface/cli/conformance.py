@@ -63,12 +63,13 @@ def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plu
     from .options import parse_pairs
     from .terminal import say
 
-    if plugin_paths:  # the suite opens what is named, and has nothing to say of other files
+    files: tuple[str, ...] = ()
+    if plugin_paths:
         registry = BackendRegistry(plugins_file, plugin_paths)
-        registry.check_name(backend.partition(":")[0])
+        files = registry.files_of(backend.partition(":")[0])  # the suite's processes run no other file's code
         for error in registry.failed:
             say(f"fastllm: {error.message}, and nothing of it is used: {error.why}; {error.fix}")
-    return Target(backend, parse_pairs(pairs), None if plugins_file is None else str(plugins_file), tuple(str(p) for p in plugin_paths))
+    return Target(backend, parse_pairs(pairs), None if plugins_file is None else str(plugins_file), files)
 
 
 @conformance_command.command("run")

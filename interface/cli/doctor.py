@@ -44,7 +44,7 @@ def doctor_command(name: str | None, as_json: bool, no_smoke: bool, plugins_file
         registry.check_name(name)
     for line in registry.messages:
         _say(line)
-    backends = _backends(registry, names)
+    backends = _backends(registry, names, plugins_file)
     if name and backends[name]["state"] == "ready" and not no_smoke:
         backends[name] |= _self_test(registry, name)
     facts: dict[str, Any] = {} if name else {"machine": _machine(), "limits": _limits(), "caches": _caches()}
@@ -100,15 +100,15 @@ def _caches() -> dict[str, str]:
     return result | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _backends(registry: Any, names: list[str]) -> dict[str, dict[str, Any]]:
+def _backends(registry: Any, names: list[str], plugins_file: Path | None) -> dict[str, dict[str, Any]]:
     """The state of each, probed in children at the same time, and its environment if it is ready."""
-    from ..core.plugins import probe_in_children
+    from ..core.plugins import located, probe_in_children
 
     def told(name: str, stage: str, limit_s: float) -> None:
         _say(f"waiting for '{name}', in a process of its own, for up to {limit_s:g} s  |  skip it: FASTLLM_DISABLE_PLUGINS={name}")
 
     found = {}
-    for probe in probe_in_children({name: registry.located(name) for name in names}, told=told):
+    for probe in probe_in_children({name: located(plugins_file, registry.files_of(name)) for name in names}, told=told):
         found[probe.name] = dict(probe.state) if probe.outcome == "answered" else _lost(probe)
     return found
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import click
 
     from ..core.errors import FastLLMError
+    from ..core.plugins.discovery import Candidate
 
 __all__ = ["main", "run_command"]
 
@@ -70,7 +71,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _strangers() -> dict[str, str]:
+def _strangers() -> dict[str, Candidate]:
     """Plug-ins of others that were imported in this process, and a backend of each."""
     loader = sys.modules.get("fastllm.core.plugins.loader")
     return {} if loader is None else loader.STRANGERS
@@ -128,7 +129,9 @@ def _run(cli: click.Group, args: list[str]) -> int:
     except BrokenPipeError:
         _drop_streams()
         return CLOSED_PIPE
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, signals.Terminated)) or (isinstance(error, SystemExit) and not _strangers()):
+            raise
         signals.raise_seen()
         if _asked(args, "debug") and not isinstance(error, click.ClickException):
             raise
@@ -152,7 +155,7 @@ def _invoke(cli: click.Group, args: list[str]) -> int:
         return 2
 
 
-def _as_fastllm_error(error: Exception) -> FastLLMError:
+def _as_fastllm_error(error: BaseException) -> FastLLMError:
     """What the user is told about an exception that ended a command."""
     import click
 
@@ -166,6 +169,13 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
         return errors.FastLLMError(error.format_message())
     if isinstance(error, MemoryError):
         return errors.OutOfMemory("there is not enough memory", fix="close other programs, or use a smaller --ctx or model")
+    beside = _strangers()
+    if beside:  # whose code may do anything to ours
+        from ..core.plugins.report import blamed
+
+        for candidate in beside.values():
+            if theirs := blamed(candidate, error):
+                return theirs
     if isinstance(error, OSError) and error.filename is None and error.errno in WRITE_ERRORS:
         return errors.FastLLMError(f"the output cannot be written: {error.strerror}", fix="check where stdout goes")
     if isinstance(error, OSError):
@@ -174,9 +184,8 @@ def _as_fastllm_error(error: Exception) -> FastLLMError:
     if isinstance(error, ImportError):
         return _import_error(error)
     text, fix = f"internal error: {type(error).__name__}: {error}", "this is a bug of fastllm; run again with --debug and report it"
-    beside = _strangers()
-    if beside:  # whose code may do anything to ours
-        without = ",".join(sorted(set(filter(None, beside.values())))) or "NAME"
+    if beside:
+        without = ",".join(sorted({c.name for c in beside.values() if c.name})) or "NAME"
         fix = f"first without what ran in this process: FASTLLM_DISABLE_PLUGINS={without}  |  if it fails all the same, {fix}"
     return errors.FastLLMError(text, who=f"beside {', '.join(beside)}" if beside else "", fix=fix)
 

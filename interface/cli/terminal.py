@@ -96,10 +96,10 @@ class _Events(logging.Handler):
 
 class Reporter:
     """Progress and messages on stderr. A context manager; quiet: nothing but errors; style: auto (bars on a terminal, lines elsewhere),
-    plain (lines) or json (events)."""
+    plain (lines) or json (events); still: no progress."""
 
-    def __init__(self, quiet: bool = False, style: str = "auto"):
-        self.quiet, self.style = quiet, style
+    def __init__(self, quiet: bool = False, style: str = "auto", still: bool = False):
+        self.quiet, self.style, self.still = quiet, style, still
         self._started = time.monotonic()
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
@@ -109,8 +109,8 @@ class Reporter:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], silent: bool = False) -> Reporter:
-        """As the options of a command say. silent: quiet, unless events were asked for."""
-        return cls(values["quiet"] or (silent and values["progress"] != "json"), values["progress"])
+        """As the options of a command say. silent: no progress, unless events were asked for; what is done differently from what was asked is told all the same."""
+        return cls(values["quiet"], values["progress"], silent and values["progress"] != "json")
 
     def __enter__(self) -> Reporter:
         self._level = LOG.level
@@ -151,7 +151,7 @@ class Reporter:
 
     def progress(self, what: str, done: int, total: int | None) -> None:
         """Bytes done of a transfer or a load."""
-        if self.quiet:
+        if self.quiet or self.still:
             return
         if self.style == "json":
             self._event(what, done, total)

@@ -11,6 +11,7 @@ import pytest
 
 from fastllm import backend_check
 from fastllm.backend_check import check_backend_package
+from fastllm.core import plugins
 
 PLUGIN = """
 from fastllm.api import API_VERSION, OPSET, BackendSpec, DeviceInfo, Ready, RefBackend, Yes, hookimpl
@@ -117,7 +118,7 @@ def test_the_doctor_makes_a_line_of_a_crash_and_of_a_hang(run, acme, monkeypatch
     assert done.code == 3
     assert "backend tested_npu: broken – the probe crashed: the process died of SIGSEGV" in done.out
     assert re.search(r"tested_npu\w*\.py:\d+\)", done.out), "the vendor's line, not that of ctypes"
-    children = backend_check.probe_in_children
+    children = plugins.probe_in_children
     monkeypatch.setattr("fastllm.core.plugins.probe_in_children", lambda *a, **k: children(*a, **{**k, "timeout_s": 1.5}))
     done = run("doctor", "tested_npu", "--plugin", acme(probe="import time; time.sleep(60)"), "--json")
     assert done.code == 3

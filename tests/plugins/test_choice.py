@@ -41,9 +41,10 @@ def test_importing_and_listing_names_loads_no_backend(site, plugin):
     site.install(plugin(head="print('imported')"))
     code = (
         "import sys\nfrom fastllm.core.plugins import BackendRegistry\nr = BackendRegistry()\n"
-        "print(r.names(), [m for m in sys.modules if m.startswith(('fastllm.backends', 'fastllm_backend_acme'))])"
+        f"print([n for n in {sorted(['acme_npu', *BUILT_IN])} if n not in r.names()],"  # whoever runs the tests may have more
+        "[m for m in sys.modules if m.startswith(('fastllm.backends', 'fastllm_backend_acme'))])"
     )
-    assert run_python(code, site) == f"{sorted(['acme_npu', *BUILT_IN])} []\n"
+    assert run_python(code, site) == "[] []\n"
 
 
 def test_the_built_in_backends_come_through_the_same_entry_points(env):
