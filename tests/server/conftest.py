@@ -282,7 +282,7 @@ class Script:
         result, token = self._runner.run(batch), self._ids[min(self._at, len(self._ids) - 1)]
         batch.sampler = sampler  # the next step may use this batch again
         self._at += 1
-        held = [constraint for row, _, constraint in rows.holds.rows if row == 0] if rows.holds is not None else []
+        held = [constraint for row, _, constraint, _ in rows.holds.rows if row == 0] if rows.holds is not None else []
         mask = held[0].mask() if held else None
         if mask is None or mask[token // 32] >> (token % 32) & 1:
             result.ids[0] = token
