@@ -123,16 +123,39 @@ class _Wrapped:
         return ids
 
 
+class _Bytes:
+    """A vocabulary of the same size and with the same special tokens, in which only single bytes are spelled: its tables are made in no time. A grammar
+    takes about as long to read with it."""
+
+    alphabet = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.eos_token_id = tokenizer.eos_id if tokenizer.eos_id is not None else min(tokenizer.end_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [b""] * tokenizer.vocab_size
+        for i in self.special_token_ids:
+            self.tokens[i] = tokenizer.decode_bytes(i, skip_special=False)
+        plain = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids)
+        self._ids = dict(zip(range(256), plain, strict=False))  # byte -> id
+        for byte, i in self._ids.items():
+            self.tokens[i] = bytes([byte])
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._ids[byte] for byte in text if byte in self._ids]
+
+
 class GrammarCompiler:
     """Compiles grammars for one model and keeps the latest, by content. Safe to share between threads.
 
-    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. Every method raises InvalidRequest, which names the
-    field `param`, for a source that is too large, not valid, or outside of what can be enforced.
+    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. trial: only how long a source takes to read is wanted (`_Bytes`).
+    Every method raises InvalidRequest, which names the field `param`, for a source that is too large, not valid, or outside of what can be enforced.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, trial: bool = False):
         if not tokenizer.end_ids:
             raise InvalidRequest("this model's tokenizer has no token that ends an answer, so no grammar can end one")
+        self._trial = trial
         self._tokenizer, self._vocab_size, self._words = tokenizer, vocab_size, (vocab_size + 31) // 32
         self._library: llguidance.LLTokenizer | None = None
         self._alphabet: Alphabet | None = None
@@ -307,8 +330,8 @@ class GrammarCompiler:
         return Sort(self._words, tokenizer.vocab_size, ends, plain, self._odd if plain else dict.fromkeys(self._odd), self._worker)
 
     def _open_library(self, param: str) -> llguidance.LLTokenizer:
-        ours = _Wrapped(self._tokenizer)
-        self._alphabet = None if ours.alphabet.complete else ours.alphabet
+        ours = (_Bytes if self._trial else _Wrapped)(self._tokenizer)
+        self._alphabet = None if ours.alphabet is None or ours.alphabet.complete else ours.alphabet
         special = set(ours.special_token_ids)
         marked: dict[int, bool | None] = {i: None for i, raw in enumerate(ours.tokens) if b"\xff" in raw}  # the library marks special tokens so
         self._odd = {**marked, **{i: False for i, raw in enumerate(ours.tokens) if not raw or i in special}}

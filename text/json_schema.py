@@ -53,9 +53,9 @@ _KEYWORDS: Final[dict[str, _Check]] = {
 to anything, so theirs is not looked at."""
 
 
-def refused(what: str, why: str, param: str) -> InvalidSchema:
+def refused(what: str, why: str, param: str, fix: str = "") -> InvalidSchema:
     """A schema, pattern or grammar that is not taken."""
-    return InvalidSchema(f"{param}: {what}{': ' if why else ''}{why}", who=param, why=why, fix=f"correct {param}, or leave it out", param=param)
+    return InvalidSchema(f"{param}: {what}{': ' if why else ''}{why}", who=param, why=why, fix=fix or f"correct {param}, or leave it out", param=param)
 
 
 def check_schema(schema: Any, param: str) -> None:

@@ -1,17 +1,21 @@
 """What an answer must look like: from the fields of a body to a compiled grammar.
 
 The preparation process finds out what is wanted (`wanted_constraint`, plain data in `Prepared.constraint`); the server compiles it in a
-worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400.
+worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400. What would take too long is found out in
+the preparation process (`Trial`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import InvalidRequest, InvalidSchema, Unavailable
+from ..text.json_schema import refused
 
 if TYPE_CHECKING:
     from ..core.request import TokenConstraint
@@ -20,9 +24,10 @@ if TYPE_CHECKING:
     from .prepare import Prepared
     from .schemas import Sampling
 
-__all__ = ["Compilation", "compile_constraint", "wanted_constraint"]
+__all__ = ["Compilation", "Trial", "compile_constraint", "wanted_constraint"]
 
 MAX_WAITING: Final = 64
+READ_S: Final = 2.0  # of the processor, for the grammar of a request
 
 _DIRECT = {  # field -> kind
     "guided_json": "json_schema",
@@ -111,15 +116,62 @@ def compile_constraint(compiler: GrammarCompiler, ready: Prepared) -> Callable[[
         except InvalidSchema as error:
             if not ready.constraint.get("optional"):
                 raise
-            ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
-            if ready.output is not None:
-                ready.output["held"] = False
+            _free(ready, error)
     if ready.banned:
         made = compiler.banned(made, ready.banned)
     if thinking.get("budget") is not None:
         markers = (thinking["opening"], thinking["closing"])
         made = compiler.budget(made, thinking["budget"], markers, thinking["inside"])
     return made
+
+
+def _free(ready: Prepared, error: InvalidSchema) -> None:
+    """Its tool calls are not held, which may be so."""
+    ready.constraint = None
+    ready.warnings.append(f"tool calls are not held to their schemas: {error.why or error.message}")
+    if ready.output is not None:
+        ready.output["held"] = False
+
+
+class Trial:
+    """Reads the grammar of a request for as long as it may take, in a process that can be ended: a thread in the library cannot. What is read in time is
+    compiled once more for the model (`Compilation`), which then takes about as long. compiler: makes one of trial grammars.
+
+    spent: something is still being read, and this process is good for nothing else.
+    """
+
+    def __init__(self, compiler: Callable[[], GrammarCompiler], limit_s: float = READ_S):
+        self._make, self._limit_s = compiler, limit_s
+        self._compiler: GrammarCompiler | None = None
+        self.spent = False
+
+    def __call__(self, ready: Prepared) -> None:
+        """Raises InvalidSchema for a grammar that takes too long; tool calls that need not be held are free then, with a warning. Other faults are found
+        when it is compiled."""
+        wanted = ready.constraint
+        if wanted is None:
+            return
+        done, started = threading.Event(), time.process_time()
+        thread = threading.Thread(target=self._read, args=(wanted, ready, done), name="fastllm-trial", daemon=True)
+        thread.start()
+        while not done.wait(0.05):
+            if time.process_time() - started > self._limit_s:
+                self.spent = True
+                error = refused(f"it takes more than {self._limit_s:g} s to read", "", wanted["param"], "simplify it")
+                if not wanted.get("optional"):
+                    raise error
+                _free(ready, error)
+                return
+
+    def _read(self, wanted: dict[str, Any], ready: Prepared, done: threading.Event) -> None:
+        try:
+            if self._compiler is None:
+                self._compiler = self._make()
+            _held(self._compiler, wanted, ready)
+        except BaseException:  # whatever it is, who compiles it will say so
+            pass
+        finally:
+            done.set()
 
 
 def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], Held]:

@@ -121,7 +121,7 @@ class PreparerPool:
         done = False
         try:
             header, data = await asyncio.wait_for(process.ask(kind, body), self._deadline_s)
-            done = True
+            done = not header["last"]
         except TimeoutError:
             raise TemplateError(
                 f"the request took more than {self._deadline_s:g} s to render and encode", fix="send fewer or shorter messages"
@@ -131,8 +131,8 @@ class PreparerPool:
         finally:
             if done and not self._closed:
                 self._idle.append(process)
-            else:  # late, dead, or left in the middle of an answer by a cancelled caller
-                    process.kill()
+            else:  # late, dead, at its end, or left in the middle of an answer by a cancelled caller
+                process.kill()
         if "error" in header:
             raise _rebuilt(header["error"])
         return unpack_prepared(header["ok"], data)

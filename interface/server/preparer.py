@@ -8,6 +8,7 @@ Frames both ways: a header in JSON, and raw bytes (the body there, token ids bac
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import sys
@@ -76,15 +77,23 @@ def _open(settings: dict[str, Any]) -> Any:
     return Kitchen(tokenizer, template, **{**settings, "names": tuple(settings["names"])})
 
 
+def _trial_compiler(kitchen: Any) -> Any:
+    from ..text.grammar import GrammarCompiler
+
+    return GrammarCompiler(kitchen.tokenizer, kitchen.vocab_size, trial=True)
+
+
 def main() -> None:
     """Serves until the parent closes the socket."""
     from ..core.errors import FastLLMError, OutOfMemory
+    from .constraints import Trial
     from .kinds import prepare
 
     with socket.socket(fileno=int(sys.argv[1])) as stream:
         try:
             size, _ = HEAD.unpack(_receive(stream, HEAD.size))
             kitchen = _open(json.loads(_receive(stream, size)))
+            trial = Trial(lambda: _trial_compiler(kitchen))
             _answer(stream, {})
             while True:
                 size, length = HEAD.unpack(_receive(stream, HEAD.size))
@@ -92,15 +101,20 @@ def main() -> None:
                 body = _receive(stream, length)
                 try:
                     try:
-                        header, data = pack_prepared(prepare(kitchen, kind, body))
+                        ready = prepare(kitchen, kind, body)
+                        trial(ready)
+                        header, data = pack_prepared(ready)
                     except MemoryError:
                         raise OutOfMemory("there is not enough memory to prepare this request", fix="send less") from None
                 except FastLLMError as error:
                     told = {"kind": type(error).__name__, "message": error.message, "who": error.who, "why": error.why, "fix": error.fix}
-                    _answer(stream, {"error": {**told, "fields": error.fields}})
-                    continue
+                    header, data = {"error": {**told, "fields": error.fields}}, b""
+                else:
+                    header = {"ok": header}
                 del body
-                _answer(stream, {"ok": header}, data)
+                _answer(stream, {**header, "last": trial.spent}, data)
+                if trial.spent:
+                    os._exit(0)  # a thread that reads a grammar would be waited for
         except (EOFError, ConnectionError):
             return
 
