@@ -20,13 +20,13 @@ BLOCK_BYTES = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34), "q2_k": (256, 84), "q3_k": (256, 110),
     "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210), "iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17),
     "int4g32": (32, 19), "int4g64": (64, 35), "int4g128": (128, 67), "int4g256": (256, 131), "int4g64s": (64, 34), "int4g128s": (128, 66),
-    "int4g256s": (256, 130), "int8g64": (64, 66), "int8g128": (128, 130),
+    "int4g256s": (256, 130), "int8g64": (64, 66), "int8g128": (128, 130), "fp8g128": (128, 132),
 }  # fmt: skip
 """format -> (values of a block, bytes of a block)."""
 OWN = tuple(name for name in BLOCK_BYTES if name.startswith("int"))
 """Our own group formats: int4gN w = s · (q − z), int4gNs w = s · (q − 8), int8gN w = s · q, with s f16 at byte 0 and z at byte 2."""
 ZERO_POINT = tuple(name for name in OWN if name.startswith("int4") and not name.endswith("s"))
-_SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}
+_SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": (), "fp8g128": ()}
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float64)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 
@@ -42,6 +42,9 @@ def random_blocks(numbers: Numbers, format: str, count: int) -> Array:
         blocks[:, 2] = np.where(numbers.uniform(len(blocks)) < 0.125, blocks[:, 2], blocks[:, 2] & 15)
     if format == "mxfp4":
         blocks[:, 0] = 118 + numbers.integers(len(blocks), 0, 9)
+    if format == "fp8g128":  # codes without NaN; scales of 24 bits
+        blocks[:, 4:] = np.where(blocks[:, 4:] & 127 == 127, blocks[:, 4:] & 128, blocks[:, 4:])
+        blocks[:, :4] = (0.0005 * numbers.normal(len(blocks))).astype("<f4").view(np.uint8).reshape(-1, 4)
     return blocks.reshape(-1)
 
 
@@ -153,6 +156,15 @@ def _iq4_xs(b: Array) -> Array:
     return out
 
 
+def _fp8(b: Array) -> Array:
+    """f32 s, then codes of 4 bits of exponent and 3 of mantissa, bias 7 (OCP 8-bit floats, section 5.3)."""
+    codes = b[:, 4:].astype(np.int64)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.ldexp(np.where(exponent > 0, 8 + mantissa, mantissa).astype(np.float64), np.maximum(exponent, 1) - 10)
+    values[codes & 127 == 127] = np.nan
+    return np.ascontiguousarray(b[:, :4]).view("<f4").astype(np.float64) * np.where(codes & 128, -values, values)
+
+
 def _own(format: str) -> Callable[[Array], Array]:
     """Each 32 codes of 4 bits take 16 bytes, as in q4_0."""
 
@@ -180,5 +192,6 @@ _DECODERS: dict[str, Callable[[Array], Array]] = {
     "q6_k": _q6_k,
     "iq4_nl": lambda b: _half(b, 0) * _IQ4[_nibbles(b[:, 2:18])],
     "iq4_xs": _iq4_xs,
+    "fp8g128": _fp8,
     "mxfp4": lambda b: np.ldexp(1.0, b[:, :1].astype(np.int64) - 127) * _E2M1[_nibbles(b[:, 1:17])],
 }

@@ -18,7 +18,7 @@ from fastllm.api import Backend, KVSpec, No, OpQuery, SlotSpec, Stream, Tensor, 
 
 from . import blocks
 from .lanes import Lanes
-from .own_kernels import OwnKernels
+from .own_kernels import OwnKernels, check_experts
 
 __all__ = ["KERNELS"]
 
@@ -51,8 +51,7 @@ class Blas(OwnKernels):
         up_bias: Array | None = None, down_bias: Array | None = None, *, kind: str,
     ) -> Array:  # fmt: skip
         """Expert by expert over the rows that ask for it."""
-        if ids.size and (ids.min() < 0 or ids.max() >= len(gate)):
-            raise IndexError(f"moe: an id outside of 0…{len(gate) - 1}")
+        check_experts(ids, len(gate))
         out = np.zeros((len(x), down.shape[1]), F32)
         for e in range(len(gate)):
             rows, place = np.nonzero(ids == e)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastllm.api import HostTensor, No, OpQuery, Yes
 
-from .own_kernels import OwnKernels
+from .own_kernels import OwnKernels, check_experts
 
 __all__ = ["Lanes"]
 
@@ -44,8 +44,7 @@ class Lanes(OwnKernels):
         up_bias: Array | None = None, down_bias: Array | None = None, *, kind: str,
     ) -> Array:  # fmt: skip
         """Weights go to the hidden elements, and a token's experts are one product over all of their hidden elements."""
-        if ids.size and (ids.min() < 0 or ids.max() >= len(gate)):
-            raise IndexError(f"moe: an id outside of 0…{len(gate) - 1}")
+        check_experts(ids, len(gate))
         out = np.zeros((len(x), down.shape[1]), F32)
         for t, chosen in enumerate(ids.tolist()):
             hidden, total = [], np.zeros(down.shape[1], F32)

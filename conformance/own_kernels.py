@@ -13,11 +13,28 @@ from fastllm.api import FORMATS, Buffer, HostTensor, No, OpFn, OpQuery, PackedLa
 
 from . import blocks
 
-__all__ = ["OwnKernels"]
+__all__ = ["OwnKernels", "check_experts", "read_decoded"]
 
 Array = np.ndarray
 F32 = np.float32
 WITH_WEIGHTS = ("linear", "matmul", "moe", "embed")
+
+
+def check_experts(ids: Array, count: int) -> None:
+    """Raises IndexError if one of the ids is no expert's."""
+    if ids.size and (ids.min() < 0 or ids.max() >= count):
+        raise IndexError(f"moe: an id outside of 0…{count - 1}")
+
+
+def read_decoded(read: Callable[[Tensor, Stream], Array], t: Tensor, stream: Stream, alignment: int) -> Array:
+    """A tensor by `read`; a packed weight, which is kept in f32, as such. The matrices of a stack begin at multiples of the alignment."""
+    if t.packed is None:
+        return read(t, stream)
+    if len(t.shape) == 2:
+        return read(Tensor(t.buffer, t.offset, t.shape, "f32"), stream)
+    step = -(-t.packed.nbytes // alignment) * alignment
+    parts = [read(Tensor(t.buffer, t.offset + i * step, t.shape[1:], "f32"), stream) for i in range(t.shape[0])]
+    return np.stack(parts) if parts else np.zeros(t.shape, F32)
 
 
 class OwnKernels(RefBackend):
@@ -71,11 +88,5 @@ class OwnKernels(RefBackend):
         self.upload(dst, offset, memoryview(values.view(np.uint8)), Stream())
 
     def read(self, t: Tensor, stream: Stream) -> Array:
-        """A packed weight reads as f32; the matrices of a stack begin at multiples of the alignment."""
-        if t.packed is None:
-            return super().read(t, stream)
-        if len(t.shape) == 2:
-            return super().read(Tensor(t.buffer, t.offset, t.shape, "f32"), stream)
-        step = -(-t.packed.nbytes // self.limits.alignment) * self.limits.alignment
-        parts = [super(OwnKernels, self).read(Tensor(t.buffer, t.offset + i * step, t.shape[1:], "f32"), stream) for i in range(t.shape[0])]
-        return np.stack(parts) if parts else np.zeros(t.shape, F32)
+        """A packed weight reads as f32."""
+        return read_decoded(super().read, t, stream, self.limits.alignment)

@@ -27,6 +27,8 @@ from fastllm.api import (
     host_sample,
 )
 
+from ..own_kernels import read_decoded
+
 __all__ = ["LateBase", "Mutant", "MutantBase", "PackedBase", "SamplerBase", "changed", "post", "pre", "whole"]
 
 Array = np.ndarray
@@ -82,11 +84,11 @@ class MutantBase(RefBackend):
         return self.read(tensor, Stream())
 
     def temporary(self, values: Array, like: Tensor) -> Tensor:
-        """A tensor of other values in memory of its own."""
+        """A tensor of other values in memory of its own; f32 for a packed weight."""
         values = np.ascontiguousarray(values)
         buffer = self.wrap_host(values.reshape(-1).view(np.uint8), readonly=True)
         assert buffer is not None
-        return Tensor(buffer, 0, values.shape, like.dtype)
+        return Tensor(buffer, 0, values.shape, like.dtype if like.packed is None else "f32")
 
 
 class PackedBase(MutantBase):
@@ -101,8 +103,8 @@ class PackedBase(MutantBase):
         self._decode = decode
 
     def supports(self, q: OpQuery) -> Yes | No:
-        """Takes the packed formats where linear and embed take f32."""
-        if q.op in ("linear", "embed"):
+        """Takes the packed formats where ops with such weights take f32."""
+        if q.op in ("linear", "embed", "moe"):
             mine = tuple("f32" if d in self.formats else d for d in q.dtypes)
             q = replace(q, dtypes=mine)
         return super().supports(q)
@@ -120,7 +122,7 @@ class PackedBase(MutantBase):
 
     def read(self, t: Tensor, stream: Stream) -> Array:
         """A packed weight reads as f32."""
-        return super().read(Tensor(t.buffer, t.offset, t.shape, "f32") if t.packed is not None else t, stream)
+        return read_decoded(super().read, t, stream, self.limits.alignment)
 
 
 class SamplerBase(MutantBase):

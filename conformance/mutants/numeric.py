@@ -274,7 +274,7 @@ def _sampling() -> Iterator[tuple[str, str, str, Breaker]]:
     yield "greedy_is_random", "temperature 0 draws", "sample/*/greedy.*#exact", post(random_greedy)
     yield "adjustments_ignored", "biases and penalties are not applied", "sample/*/*.adjusted#exact", changed(7, np.zeros_like)
     yield "ids_of_16_bits", "ids are kept in 16 bits", "sample/*/r9-v151936/greedy.last#exact", post(lambda out, a, t: out.__setitem__(..., np.where(out >= 0, out & 0xFFFF, out)))
-    yield "vocabulary_cut", "logits from the 262,136th on are not read", "sample/*/r9-v262144/greedy.last#exact", changed(0, lambda x: np.where(np.arange(x.shape[1]) < 262136, x, F32(-np.inf)))
+    yield "vocabulary_cut", "logits from the 262,137th on are not read", "sample/*/r9-v262211/greedy.last#exact", changed(0, lambda x: np.where(np.arange(x.shape[1]) < 262136, x, F32(-np.inf)))
     yield "bad_row_gives_0", "a row without a finite logit gives id 0", "sample/*/*.bad#exact", post(lambda out, a, t: out.__setitem__(out < 0, 0))
 
 

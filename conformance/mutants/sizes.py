@@ -9,7 +9,8 @@ import numpy as np
 
 from fastllm.api import Backend, Buffer, Stream, Tensor
 
-from .base import Breaker, Mutant, MutantBase, SamplerBase, changed, post, pre
+from ..suite.linear import FORMATS
+from .base import Breaker, Mutant, MutantBase, PackedBase, SamplerBase, changed, post, pre
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -63,6 +64,36 @@ def _cut(first: int) -> Callable[[Array], Array]:
     return cut
 
 
+def _wrapped_stacks(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
+    """Row e · N + n of a stack is the one that its last 16 bits name."""
+    for at in (3, 4, 5):
+        if inputs[at] is not None:
+            stack = backend.array(inputs[at])
+            rows = stack.reshape(-1, stack.shape[-1])
+            inputs[at] = backend.temporary(rows[np.arange(len(rows)) & 0xFFFF].reshape(stack.shape), inputs[at])
+
+
+class _Coded(PackedBase):
+    """Keeps every format decoded to f32."""
+
+    formats = tuple(name for name in FORMATS if name != "f32")
+
+
+def _of(format: str, at: int, breaker: Breaker) -> Breaker:
+    """Broken for weights of one format alone. at: which input the weight is."""
+
+    def narrow(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+        broken = breaker(backend, honest)
+
+        def call(*inputs: Any, **more: Any) -> None:
+            packed = inputs[at].packed
+            (broken if packed is not None and packed.format == format else honest)(*inputs, **more)
+
+        return call
+
+    return narrow
+
+
 def _low_bits(values: Array) -> Array:
     return np.where(values >= 0, values & 0xFFFF, values)
 
@@ -81,43 +112,31 @@ def _few_adjustments(backend: MutantBase, inputs: list[Any], attrs: Any) -> None
         inputs[at] = backend.temporary(backend.array(inputs[at])[:0xFFFF], inputs[at])
 
 
-def _rows() -> Iterator[tuple[str, str, str]]:
-    """(op, cases with more than 512 rows, rule)."""
-    yield "linear", "linear/f32*f32/row/m1100-*/sparse#bound", "bound"
-    yield "matmul", "matmul/f32*f32/*/t1100-*/sparse#bound", "bound"
-    for op in ("rms_norm", "layer_norm", "softmax", "quantize", "dequantize"):
-        yield op, f"{op}/*/row/m1100-*#bound", "bound"
-    yield "act_mul", "act_mul/f32/row/m1100-*/silu.*#bound", "bound"
-    yield "rope", "rope/f32/row/t1100-*#bound", "bound"
-    for op in ("add", "mul"):
-        yield op, f"{op}/f32/row/m1100-*/same#exact", "exact"
-    yield "embed", "embed/i32*f32/row/*-n1100/real#exact", "exact"
-    yield "concat", "concat/f32/row/t1100-*#exact", "exact"
-    yield "route_topk", "route_topk/f32/row/t1100-*#bound", "exact"
-    yield "moe", "moe/f32*f32/row/t1100-*#bound", "bound"
-    for op in ("short_conv", "delta_rule", "attention"):
-        yield op, f"{op}/f32/row/*/rows.real#bound", "bound"
-    yield "sample", "sample/f32/row/r1100-*/greedy.*#exact", "exact"
-
-
-def _more_rows() -> Iterator[tuple[str, str, str]]:
-    """(op, cases with more than 65,536 rows, rule)."""
-    yield "linear", "linear/f32*f32/row/m66000-*/sparse#bound", "bound"
-    for op in ("rms_norm", "layer_norm", "softmax"):
-        yield op, f"{op}/f32/row/m66000-*#bound", "bound"
-    yield "quantize", "quantize/f32/row/m66000-*/normal.*#bound", "bound"
-    yield "dequantize", "dequantize/i8/row/m66000-*#bound", "bound"
-    yield "act_mul", "act_mul/f32/row/m66000-*/silu.*#bound", "bound"
-    yield "rope", "rope/f32/row/t66000-*#bound", "bound"
-    for op in ("add", "mul"):
-        yield op, f"{op}/f32/row/m66000-*/same#exact", "exact"
-    yield "embed", "embed/i32*f32/row/*-n66000/real#exact", "exact"
-    yield "concat", "concat/f32/row/t66000-*#exact", "exact"
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    # op, cases with so many rows, rule
+    ("linear", "linear/f32*f32/row/m{rows}-*/sparse#bound", "bound"),
+    *((op, f"{op}/f32/row/m{{rows}}-*#bound", "bound") for op in ("rms_norm", "layer_norm", "softmax")),
+    ("quantize", "quantize/f32/row/m{rows}-*/normal.*#bound", "bound"),
+    ("dequantize", "dequantize/i8/row/m{rows}-*#bound", "bound"),
+    ("act_mul", "act_mul/f32/row/m{rows}-*/silu.*#bound", "bound"),
+    ("rope", "rope/f32/row/t{rows}-*#bound", "bound"),
+    *((op, f"{op}/f32/row/m{{rows}}-*/same#exact", "exact") for op in ("add", "mul")),
+    ("embed", "embed/i32*f32/row/*-n{rows}/real#exact", "exact"),
+    ("concat", "concat/f32/row/t{rows}-*#exact", "exact"),
+)
+_FEWER_ROWS: tuple[tuple[str, str, str], ...] = (
+    # ops that have no case of more than 65,536 rows
+    ("matmul", "matmul/f32*f32/*/t{rows}-*/sparse#bound", "bound"),
+    ("route_topk", "route_topk/f32/row/t{rows}-*#bound", "exact"),
+    ("moe", "moe/f32*f32/row/t{rows}-*#bound", "bound"),
+    *((op, f"{op}/f32/row/*/rows.real#bound", "bound") for op in ("short_conv", "delta_rule", "attention")),
+    ("sample", "sample/f32/row/r{rows}-*/greedy.*#exact", "exact"),
+)
 
 
 def _columns() -> Iterator[tuple[str, str, str]]:
     """(op, cases with more than 65,536 columns, rule)."""
-    yield "linear", "linear/f32*f32/row/m1-n262144-*/sparse#bound", "bound"
+    yield "linear", "linear/f32*f32/row/m1-n262211-*/sparse#bound", "bound"
     yield "matmul", "matmul/f32*f32/row/t1-h1-n65569-*/sparse#bound", "bound"
     for op in ("softmax", "act_mul"):
         yield op, f"{op}/f32/row/m2-n70000/{'silu.*' if op == 'act_mul' else '*'}#bound", "bound"
@@ -129,7 +148,7 @@ def _columns() -> Iterator[tuple[str, str, str]]:
 
 
 def _others() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
-    vocabulary, wide = "linear/f32*f32/row/m1-n262144-*/sparse#bound", "linear/f32*f32/row/m2-n65569-*/sparse#bound"
+    vocabulary, wide = "linear/f32*f32/row/m1-n262211-*/sparse#bound", "linear/f32*f32/row/m2-n65569-*/sparse#bound"
     yield "linear", "columns_of_15_bits", "outputs 32,768 to 65,535, negative in 16 bits, are not written", vocabulary, "bound", _unwritten(lambda a: (slice(None), slice(1 << 15, 1 << 16)))
     yield "linear", "columns_beyond_65536", "outputs from the 65,537th on are not written", wide, "bound", _unwritten(lambda a: (slice(None), slice(1 << 16, None)))
     yield "linear", "k_beyond_11008", "products from the 11,009th on are left out", "linear/f32*f32/row/m2-n5-k28672/sparse*#bound", "bound", changed(0, _cut(USUAL))
@@ -139,8 +158,8 @@ def _others() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "matmul", "k_beyond_11008", "products from the 11,009th on are left out", "matmul/f32*f32/*-k28672/sparse#bound", "bound", changed(0, _cut(USUAL))
     for op in ("rms_norm", "layer_norm"):
         yield op, "columns_beyond_11008", "elements from the 11,009th on count as 0", f"{op}/f32/row/m2-n18432/*#bound", "bound", changed(0, _cut(USUAL))
-    yield "embed", "ids_of_16_bits", "ids are kept in 16 bits", "embed/i32*f32/row/v262144-c32-n16/real#exact", "exact", changed(0, _low_bits)
-    yield "embed", "ids_of_15_bits", "ids from 32,768 on are 32,767", "embed/i32*f32/row/v262144-c32-n16/real#exact", "exact", changed(0, lambda i: np.minimum(i, 0x7FFF))
+    yield "embed", "ids_of_16_bits", "ids are kept in 16 bits", "embed/i32*f32/row/v262211-c32-n16/real#exact", "exact", changed(0, _low_bits)
+    yield "embed", "ids_of_15_bits", "ids from 32,768 on are 32,767", "embed/i32*f32/row/v262211-c32-n16/real#exact", "exact", changed(0, lambda i: np.minimum(i, 0x7FFF))
     yield "rope", "positions_of_17_bits", "positions are kept in 17 bits", "rope/f32/row/t1100-*/half.real#bound", "bound", changed(1, lambda p: p & 0x1FFFF)
     blocks, context = "attention/f32/row/*/blocks.real#bound", "attention/f32/row/*/context.real#bound"
     yield "attention", "blocks_of_16_bits", "numbers of blocks are kept in 16 bits", blocks, "bound", changed(5, _low_bits)
@@ -153,9 +172,15 @@ def _others() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "kv_write", "slots_of_16_bits", "slots are kept in 16 bits", slots, "exact", changed(3, _low_bits)
     yield "kv_write", "slots_of_15_bits", "slots from 32,768 on, negative in 16 bits, store nothing", slots, "exact", changed(3, lambda s: np.where(s >= 1 << 15, -1, s))
     yield "kv_write", "rows_beyond_512", "rows from the 513th on store nothing", "kv_write/f32/row/*/rows.real#exact", "exact", changed(3, lambda s: np.where(np.arange(len(s)) < ROWS, s, -1))
-    yield "route_topk", "ids_of_8_bits", "ids are kept in 8 bits", "route_topk/f32/row/t2-e384-*/wide#bound", "exact", post(lambda out, a, t: np.bitwise_and(out[0], 0xFF, out=out[0]))
-    yield "moe", "ids_of_8_bits", "ids are kept in 8 bits", "moe/f32*f32/row/t7-e385-*/many#bound", "bound", changed(1, lambda i: np.where(i >= 0, i & 0xFF, i))
-    yield "moe", "inner_beyond_11008", "inner elements from the 11,009th on are left out", "moe/f32*f32/row/*-f14336/deep#bound", "bound", changed(5, _cut(USUAL))
+    yield "route_topk", "ids_of_8_bits", "ids are kept in 8 bits", "route_topk/f32/row/t2-e512-*/wide#bound", "exact", post(lambda out, a, t: np.bitwise_and(out[0], 0xFF, out=out[0]))
+    yield "moe", "ids_of_8_bits", "ids are kept in 8 bits", "moe/f32*f32/row/t7-e513-*/many#bound", "bound", changed(1, lambda i: np.where(i >= 0, i & 0xFF, i))
+    yield "moe", "choices_beyond_8", "the experts that a row names from the 9th on are left out", "moe/f32*f32/row/t7-e513-*/many#bound", "bound", changed(2, _cut(8))
+    yield "moe", "stack_rows_of_16_bits", "e · F + n is kept in 16 bits", "moe/f32*f32/row/*/stack#bound", "bound", pre(_wrapped_stacks)
+    yield "moe", "hidden_beyond_4096", "elements of a row from the 4,097th on count as 0", "moe/f32*f32/row/*-c7168-*/wide#bound", "bound", changed(0, _cut(4096))
+    yield "moe", "inner_beyond_11008", "inner elements from the 11,009th on are left out", "moe/f32*f32/row/*-f16384/deep#bound", "bound", changed(5, _cut(USUAL))
+    yield "route_topk", "choices_beyond_8", "experts from the 9th on are the 8th again", "route_topk/f32/row/t2-e512-*/wide#bound", "exact", post(lambda out, a, t: out[0].__setitem__((slice(None), slice(8, None)), out[0][:, 7:8]))
+    yield "route_topk", "groups_beyond_2", "two groups at most are kept", "route_topk/f32/row/*/deepseek_v3#bound", "exact", pre(lambda b, i, t: t.update(keep_groups=min(t["keep_groups"], 2)))
+    yield "embed", "columns_beyond_8192", "columns from the 8,193rd on are not written", "embed/i32*f32/row/v9-c16384-*/real#exact", "exact", _unwritten(lambda a: (slice(None), slice(8192, None)))
     for op, slot, starts in (("short_conv", 5, 4), ("delta_rule", 10, 9)):
         yield op, "slots_of_16_bits", "slots are kept in 16 bits", f"{op}/f32/row/*/slots.real#bound", "bound", changed(slot, _low_bits)
         yield op, "sequences_beyond_512", "rows of sequences from the 513th on are not written", f"{op}/f32/row/*/many.real#bound", "bound", _sequences_from(ROWS, starts)
@@ -193,15 +218,22 @@ def mutants() -> Iterator[Mutant]:
     """All of this file."""
     plain: Callable[[Mapping[str, str]], Backend] = lambda options: MutantBase(None, options)  # noqa: E731
     sampler: Callable[[Mapping[str, str]], Backend] = lambda options: SamplerBase(None, options)  # noqa: E731
-    for op, cases, rule in _rows():
-        base = (make(op, _rows_from(ROWS), SamplerBase), sampler) if op == "sample" else (make(op, _rows_from(ROWS)), plain)
-        yield Mutant(f"{op}.rows_beyond_512", "sizes", "rows from the 513th on are not written", cases, rule, *base)
-    for op, cases, rule in _more_rows():
-        yield Mutant(f"{op}.rows_beyond_65536", "sizes", "rows from the 65,537th on are not written", cases, rule, make(op, _rows_from(1 << 16)), plain)
+    for last, rows, table in ((ROWS, 1100, _ROWS), (ROWS, 1100, _FEWER_ROWS), (1 << 16, 66000, _ROWS)):
+        for op, cases, rule in table:
+            base = (make(op, _rows_from(last), SamplerBase), sampler) if op == "sample" else (make(op, _rows_from(last)), plain)
+            yield Mutant(f"{op}.rows_beyond_{last}", "sizes", f"rows from the {last + 1:,}th on are not written", cases.format(rows=rows), rule, *base)
     for op, cases, rule in _columns():
         yield Mutant(f"{op}.columns_of_16_bits", "sizes", "the number of a column is kept in 16 bits", cases, rule, make(op, post(_wrapped)), plain)
     for op, name, what, cases, rule, breaker in _others():
         yield Mutant(f"{op}.{name}", "sizes", what, cases, rule, make(op, breaker), plain)
+    coded: Callable[[Mapping[str, str]], Backend] = lambda options: _Coded(None, options)  # noqa: E731
+    for format in _Coded.formats:
+        for op, name, what, cases, rule, at, breaker in (
+            ("linear", "columns_of_16_bits", "the number of a column", f"linear/f32*{format}/row/m1-n262211-*/sparse#bound", "bound", 1, post(_wrapped)),
+            ("embed", "ids_of_16_bits", "an id", f"embed/i32*{format}/row/v262211-*-n16/real#exact", "exact" if format in ("f16", "bf16") else "bound", 1, changed(0, _low_bits)),
+            ("moe", "stack_rows_of_16_bits", "e · F + n", f"moe/f32*{format}/row/*/stack#bound", "bound", 3, pre(_wrapped_stacks)),
+        ):
+            yield Mutant(f"{op}.{name}_{format}", "sizes", f"{what} is kept in 16 bits for weights in {format}", cases, rule, make(op, _of(format, at, breaker), _Coded), coded)
     both: Mapping[str, Breaker] = {"kv_write": changed(3, lambda s: np.where(s >= 0, s & 0xFFFFF, s)), "attention": changed(5, _low_bits)}
     yield Mutant("kv_write.blocks_of_16_bits_everywhere", "sizes", "what writes and what reads a cache keep numbers of blocks in 16 bits", "kv_write/f32/row/*/blocks.real#exact", "exact",
                  lambda options: MutantBase(both, options), plain)  # fmt: skip

@@ -308,6 +308,17 @@ _BASE: tuple[tuple[str, Setup, bool], ...] = (
     ("cancelling", Setup((65,), (5,), kind="cancelling"), False),
     ("sparse", Setup((65,), (5,), kind="sparse"), False),
     ("behind", Setup((40,), (3,), at=((0, 5, 39),)), False),
+    ("llama_405b", Setup((37,), (2,), 128, 8, 128, 128), True),  # heads as those models have them, from here on
+    ("gemma3_27b", Setup((35, 20), (1, 2), 32, 16, 128, 128, attrs={"window": 16}), False),
+    ("gemma3_1b", Setup((19,), (2,), 4, 1, 256, 256), False),
+    ("gemma2_27b", Setup((19,), (2,), 32, 16, 128, 128, attrs={"softcap": 50.0}), False),
+    ("gpt_oss", Setup((40,), (2,), 64, 8, 64, 64, sinks=True, attrs={"window": 16}), True),
+    ("llama_7b", Setup((20,), (2,), 32, 32, 128, 128), False),
+    ("qwen_72b", Setup((20,), (2,), 64, 64, 128, 128), True),
+    ("d256_heads", Setup((19,), (2,), 32, 16, 256, 256), True),
+    ("alibi_heads", Setup((20,), (2,), 112, 112, 128, 128, slopes=True), False),
+    ("deepseek_v3", Setup((37,), (2,), 128, 1, 576, 0, 64, attrs={"value_dim": 512}), True),
+    ("heads_prefill", Setup((40,), (33,), 64, 16, 128, 128), False),
     ("unseen", Setup((40,), (2,), attrs={"window": 4}, at=((60, 41),)), True),
 )  # fmt: skip
 
@@ -327,6 +338,10 @@ def cases() -> Iterator[Case]:
             setup = Setup((block + 1, 5, 0), (block + 1, 5, 0), 2 * heads, heads, dk, dv, block)
             case_id = f"kv_write/f32/row/k{heads}-d{dk}_{dv}-b{block}/{order}#exact"
             yield Case(case_id, "kv_write", "attention", bind(_read_back, case_id, setup, order), required=True, quick=heads == 2)
+    for heads, width in ((16, 128), (64, 128), (16, 256)):
+        case_id = f"kv_write/f32/row/k{heads}-d{width}_{width}-b16/heads#exact"
+        setup = Setup((17,), (17,), heads, heads, width, width)
+        yield Case(case_id, "kv_write", "attention", bind(_read_back, case_id, setup, "once"), required=True, quick=heads == 64)
     for name, which in (("positions", 2), ("query_start", 3), ("context_len", 4), ("block_table", 5), ("prefix_len", 8)):
         case_id = f"attention/f32/gap/l40_17_65/{name}_stepped#bound"
         yield Case(case_id, "attention", "attention", or_refused(bind(_stepped, case_id, which), bind(_stepped, case_id, None)), required=True, quick=True)

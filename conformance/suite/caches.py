@@ -111,6 +111,10 @@ _SETUPS: tuple[tuple[str, Setup], ...] = (
     ("gqa", Setup((65, 3), (5, 3), 8, 2, 64, 64, 16)),
     ("wide", Setup((70,), (3,), 4, 2, 128, 96, 32)),
     ("mla", Setup((35,), (4,), 4, 1, 80, 0, 16, attrs={"value_dim": 64})),
+    ("heads", Setup((20,), (2,), 128, 16, 128, 128, 16)),
+    ("mha", Setup((20,), (2,), 64, 64, 64, 64, 16)),
+    ("d256_heads", Setup((20,), (1,), 32, 16, 256, 256, 16)),
+    ("deepseek_v3", Setup((35,), (2,), 128, 1, 576, 0, 16, attrs={"value_dim": 512})),
     ("outlier", Setup((65,), (5,), 4, 2, 64, 64, 64, kind="outlier", attrs={"scale": 0.01})),
 )  # fmt: skip
 
@@ -125,6 +129,9 @@ def cases() -> Iterator[Case]:
             for kind in ("normal", "edges", "outlier"):
                 case_id = f"kv_write/{dtype}/row/k{heads}-d{dk}_{dv}-b{block}/{kind}#bound"
                 yield Case(case_id, "kv_write", "caches", bind(_read_back, case_id, setup, kind), quick=dk == 32 and dtype in ("int8", "bf16"), bin=f"kv_write|{dtype}|{kind}|any")
+        case_id = f"kv_write/{dtype}/row/k64-d128_128-b16/heads#bound"
+        setup = Setup((17,), (17,), 64, 64, 128, 128, 16, cache=dtype)
+        yield Case(case_id, "kv_write", "caches", bind(_read_back, case_id, setup, "normal"), bin=f"kv_write|{dtype}|normal|any")
         for name, base in _SETUPS:
             case_id = f"attention/{dtype}/row/l{'_'.join(map(str, base.lengths))}-h{base.heads}_{base.kv_heads}-d{base.dk}_{base.dv}-b{base.block}/{name}#bound"
             yield Case(case_id, "attention", "caches", bind(_attention, case_id, replace(base, cache=dtype)), quick=name == "gqa" and dtype == "int8", bin=f"attention|{dtype}|{base.kind}|any")

@@ -37,8 +37,8 @@ def _act(case_id: str, session: Session, numbers: Numbers, kind: str, rows: int,
     return expect(session, case_id, ran, [expected])
 
 
-def _binary(case_id: str, session: Session, numbers: Numbers, op: str, form: str, rows: int, width: int, special: bool, gap: int) -> Outcome:
-    shape = (rows, 3, width) if form == "heads" else (rows, width)
+def _binary(case_id: str, session: Session, numbers: Numbers, op: str, form: str, rows: int, width: int, special: bool, gap: int, heads: int = 3) -> Outcome:
+    shape = (rows, heads, width) if form == "heads" else (rows, width)
     x = numbers.normal(*shape)
     y = {"same": lambda: numbers.normal(*shape), "heads": lambda: numbers.normal(*shape), "last": lambda: numbers.normal(width),
          "one": lambda: numbers.normal(1), "rows": lambda: numbers.normal(rows, 1)}[form]()  # fmt: skip
@@ -105,6 +105,8 @@ def cases() -> Iterator[Case]:
                 gap = 3 if width == 33 and form != "rows" else 0
                 case_id = f"{op}/f32/{'gap' if gap else 'row'}/m{rows}-n{width}/{form}#exact"
                 yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, form, rows, width, False, gap), required=rows <= 1100, quick=width in (17, 33, 70000))
+        case_id = f"{op}/f32/row/m2-h128-n128/heads#exact"
+        yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, "heads", 2, 128, False, 0, 128), required=True, quick=True)
         case_id = f"{op}/f32/row/m2-n9/special#exact"
         yield Case(case_id, op, "elementwise", bind(_binary, case_id, op, "same", 2, 9, True, 0), required=True, quick=True)
     for rows, width, group in ((1, 32, 32), (5, 128, 16), (3, 96, 32), (2, 256, 64), (0, 32, 32), (1100, 64, 32), (2, 70016, 32), (66000, 32, 32)):

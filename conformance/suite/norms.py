@@ -13,6 +13,7 @@ from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect, or_refused, size_bin
+from .linear import VOCABULARY
 
 __all__ = ["cases"]
 
@@ -118,7 +119,8 @@ def cases() -> Iterator[Case]:
                     yield _norm_case(op, 2, width, kind, "class", quick=kind == "offset")
         for variant in ("special", "zeros", "huge", "tiny", "eps", "far"):
             yield _norm_case(op, 4, 40, "normal", variant, quick=variant in ("special", "eps", "far"))
-        yield _norm_case(op, 6, 64, "normal", "heads", heads=3, quick=True)
+        for rows, heads, width in ((6, 3, 64), (2, 128, 128), (2, 32, 256)):
+            yield _norm_case(op, rows, width, "normal", "heads", heads=heads, quick=True)
         yield _norm_case(op, 0, 16, "normal", "empty", quick=False)
         yield _norm_case(op, 1100, 33, "normal", "real", quick=True)
         yield _norm_case(op, 2, 18432, "normal", "real", quick=True)
@@ -136,12 +138,12 @@ def cases() -> Iterator[Case]:
     yield Case("softmax/f32/row/m0-n8/empty#bound", "softmax", "rows", bind(_softmax, "softmax/empty", 0, 8, "normal", "plain"), required=True)
     yield Case("softmax/f32/row/m3-n65/shift#prop", "softmax", "rows", bind(_shifted, "softmax/shift"), required=True)
     positions = ((0, 1, 4095), (131071, 65536, 131072), (17,))  # of powers of two alone, f32 angles are exact
-    for index, (shape, r) in enumerate((((3, 2, 64), 32), ((5, 1, 80), 40), ((2, 4, 128), 32), ((4, 3, 10), 3), ((1, 1, 2), 1), ((0, 2, 8), 4))):
+    for index, (shape, r) in enumerate((((3, 2, 64), 32), ((5, 1, 80), 40), ((2, 4, 128), 32), ((4, 3, 10), 3), ((1, 1, 2), 1), ((0, 2, 8), 4), ((2, 128, 64), 32), ((3, 64, 128), 64), ((2, 32, 256), 128))):
         for style in ("half", "pairs"):
             for where, factor in zip(positions, (1.0, 1.25, 0.5), strict=True):
                 gap = 6 * (index % 2)
                 case_id = f"rope/f32/{'gap' if gap else 'row'}/t{shape[0]}-h{shape[1]}-d{shape[2]}-r{r}/{style}.p{where[-1]}.f{factor:g}#bound"
-                yield Case(case_id, "rope", "rope", bind(_rope, case_id, shape, r, style, factor, where, gap), required=True, quick=index in (0, 2), bin=f"rope|f32|{style}|p{where[-1]}")
+                yield Case(case_id, "rope", "rope", bind(_rope, case_id, shape, r, style, factor, where, gap), required=True, quick=index in (0, 2, 6, 8), bin=f"rope|f32|{style}|p{where[-1]}")
     for t, style, must in ((1100, "half", True), (1100, "pairs", True), (66000, "half", False)):  # positions of 18 bits, in no order
         case_id = f"rope/f32/row/t{t}-h2-d8-r4/{style}.real#bound"
         where = tuple((i * 104729 + 131071) % 262144 for i in range(t))
@@ -150,7 +152,7 @@ def cases() -> Iterator[Case]:
     stepped, dense = (bind(_rope, case_id, (5, 2, 8), 4, "half", 1.0, (3, 70, 1, 9, 4000), 0, step) for step in (1, 0))
     yield Case(case_id, "rope", "rope", or_refused(stepped, dense), required=True, quick=True)
     yield Case("rope/f32/row/t1-h1-d32-r16/distance#prop", "rope", "rope", bind(_turning, "rope/distance"), required=True, quick=True)
-    for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0), (1100, 33, 30.0), (2, 262144, 30.0)):
+    for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0), (1100, 33, 30.0), (2, VOCABULARY, 30.0)):
         case_id = f"softcap/f32/row/m{rows}-n{width}/cap{cap:g}#bound"
         yield Case(case_id, "softcap", "rows", bind(_softcap, case_id, rows, width, cap), quick=rows == 3 or width > 65536)
 

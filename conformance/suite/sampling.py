@@ -15,6 +15,7 @@ from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .common import bind
+from .linear import VOCABULARY
 
 __all__ = ["cases"]
 
@@ -92,13 +93,13 @@ def cases() -> Iterator[Case]:
         for name in PARAMETERS if vocabulary == 257 else ("greedy", "plain", "all"):
             for data in ("normal", "ties", "ends") if vocabulary <= 257 else ("normal",):
                 yield _case(9 if vocabulary < 1000 else 2, vocabulary, name, data, quick=vocabulary == 257 and data == "ties")
-    for rows, vocabulary, names in ((1, 32000, ("top_p",)), (9, 151936, ("greedy", "all")), (1, 151936, ("plain", "top_p")), (9, 262144, ("greedy", "top_k")), (1, 262144, ("plain", "min_p", "all"))):
+    for rows, vocabulary, names in ((1, 32000, ("top_p",)), (9, 151936, ("greedy", "all")), (1, 151936, ("plain", "top_p")), (9, VOCABULARY, ("greedy", "top_k")), (1, VOCABULARY, ("plain", "min_p", "all"))):
         for name in names:  # the sizes of real vocabularies: ids beyond 2^16, sums of 2^18 weights
             yield _case(rows, vocabulary, name, "last" if name == "greedy" else "normal", quick=rows == 9 and name == "greedy")
     yield _case(1, 257, "all", "normal")
     yield _case(1100, 33, "greedy", "normal", quick=True)
     yield _case(1100, 33, "all", "normal")
-    yield _case(9, 262144, "greedy", "far", quick=True)
+    yield _case(9, VOCABULARY, "greedy", "far", quick=True)
     yield _case(3, 32768, "greedy", "many")
     for name, data in (("plain", "equal"), ("greedy", "equal"), ("top_k", "equal"), ("all", "adjusted"), ("greedy", "adjusted"), ("plain", "bad"), ("greedy", "bad")):
         yield _case(5, 33, name, data, quick=data != "equal")
