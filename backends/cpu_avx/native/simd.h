@@ -86,6 +86,12 @@ FL_INLINE vb vb_lookup(const int8_t *table16, vb index) {
 FL_INLINE vb vb_bcast4(const int8_t *p) { return _mm512_set1_epi32(load_i32(p)); }
 FL_INLINE vi vi_of_bytes(vb a) { return a; }
 FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) { return _mm512_dpbusd_epi32(acc, u, s); }
+/* sum, which is ready here: compilers move a chain of products behind stores and branches to where its end is used, and what it reads
+ * goes through memory until then. */
+FL_INLINE vi vi_ready(vi sum) {
+    __asm__ volatile("" : "+v"(sum));
+    return sum;
+}
 FL_INLINE vb vb_sub8(vb a, vb b) { return _mm512_sub_epi8(a, b); }
 /* Lane i: acc + odd * odd, then + even * even, of two bf16 each; denormals are zeros. */
 FL_INLINE vf dot2_bf16(vf acc, vb a, vb b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
@@ -354,6 +360,7 @@ FL_INLINE vi dot4_u8i8(vi acc, vb u, vb s) {
         for (int k = 0; k < 4; k++) acc.v[i] += u.v[4 * i + k] * (int8_t)s.v[4 * i + k];
     return acc;
 }
+FL_INLINE vi vi_ready(vi sum) { return sum; }
 FL_INLINE vb vb_sub8(vb a, vb b) { FL_EACH(vb, 4 * FL_LANES, (uint8_t)(a.v[i] - b.v[i])); }
 FL_INLINE vb vb_pairs(const uint8_t *even, const uint8_t *odd, int v) {
     FL_EACH(vb, 4 * FL_LANES, (i % 4 < 2 ? even : odd)[2 * (FL_LANES * v + i / 4) + i % 2]);

@@ -108,6 +108,8 @@ KERNEL void multiply_panel(const int R, const int halves, const int minimum, con
                         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = dot4_u8i8(sum[r][v], w[v], xs);
                     }
                 }
+                if (L && !wide)
+                    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = vi_ready(sum[r][v]);
                 /* The empty asm keeps loads in order: brought forward over it, as GCC does, they push half of the sums to memory. */
                 if (wide) __asm__ volatile("" ::: "memory");
                 if (wide)
