@@ -149,6 +149,8 @@ def write_flm(
             out.write(_header(rows, data_bytes, len(manifest), hashlib.sha256(manifest).hexdigest(), start))
             out.flush()
             os.fsync(out.fileno())
+            if hasattr(os, "posix_fadvise"):  # written pages are small ones: whoever reads it first brings large ones in (in_large_pages)
+                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         part.replace(path)
         _sync_folder(folder)
         return total
@@ -250,6 +252,7 @@ def read_flm(path: str | os.PathLike[str]) -> FlmFile:
         if source.metadata.get("flm") != VERSION:
             found = shown(source.metadata.get("flm", ""))
             raise UnsupportedError(f"FLM version {found}; this program reads {VERSION}", who=source.path, fix="update fastllm, or convert again")
+        source.files[0].in_large_pages()
         return _Reader(source).open()
     except BaseException:
         source.close()

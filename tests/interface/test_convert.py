@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from fastllm.core.errors import FastLLMError, ModelFileError, UnsupportedError, 
 from fastllm.core.executor import Executor
 from fastllm.core.step import StepBatch
 from fastllm.formats import open_model
-from fastllm.formats.flm import MANIFEST, FlmFile
+from fastllm.formats.flm import MANIFEST, FlmFile, read_flm
 from fastllm.formats.quant_rules import QuantRules, plan_formats, read_rules
 from fastllm.loading import LoadOptions, plan_model
 from fastllm.models import build
@@ -134,6 +135,24 @@ def test_loading_with_a_dtype_is_running_the_converted_file(wide_model: Path, ba
         got, _ = logits(out, backend)
         want, _ = logits(wide_model, backend, dtype=dtype)
         assert got.tobytes() == want.tobytes(), dtype
+
+
+def test_weights_are_mapped_in_large_pages_from_their_first_reader_on(wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer leaves nothing of the file in the page cache, where it would lie in small pages; the reader asks for large ones."""
+    forgotten: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *range_and_advice: forgotten.append(range_and_advice))
+    path = tmp_path / "model.flm"
+    convert(wide_model, path, dtype="int8")
+    assert forgotten == [(0, 0, os.POSIX_FADV_DONTNEED)]
+    file = read_flm(path)
+    ours, flags = False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("VmFlags:"):
+            flags.append("hg" in line.split())
+    assert flags == [Path("/sys/kernel/mm/transparent_hugepage").exists()]
+    file.close()
 
 
 def test_safetensors_tools_open_the_file(wide_model: Path, tmp_path: Path) -> None:
