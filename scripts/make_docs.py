@@ -457,6 +457,14 @@ def kills() -> str:
     return f"{len(rows)} mutants, all killed.\n\n" + table(("mutant", "fault", "rule", "killed by"), rows)
 
 
+def real_sizes() -> str:
+    """Sizes of real models, and what the cases of the suite reach."""
+    from fastllm.conformance.real_sizes import SIZES
+
+    rows = [(f"`{s.op}`", s.name, f"{s.real:,}", s.model, "as many or more" if not s.why else f"{s.asked:,} or more: {s.why}") for s in SIZES]
+    return table(("op", "what", "size", "of", "cases have"), rows)
+
+
 def conformance_reports() -> str:
     """What the packages of the backends in this tree say they reached, whether their sources are still those that were tested, and which of
     the pages in docs/conformance belong to that; pages of other runs are listed as such."""
@@ -576,6 +584,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "programs": _fields("StepDims", "CompileEnv"),
     "backend-list": backend_list,
     "kills": kills,
+    "real-sizes": real_sizes,
     "native-faults": native_faults,
     "calibration": calibration,
     "conformance-reports": conformance_reports,

@@ -168,6 +168,11 @@ def _others() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "attention", "context_beyond_65535", "keys from the 65,536th on are not read", context, "bound", changed(4, lambda n: np.minimum(n, 0xFFFF))
     yield "attention", "positions_of_16_bits", "positions are kept in 16 bits", "attention/f32/row/*/window.real#bound", "bound", changed(2, _low_bits)
     yield "attention", "sequences_beyond_512", "rows of sequences from the 513th on are not written", "attention/f32/row/*/many.real#bound", "bound", _sequences_from(ROWS, 3)
+    for dtype in ("f16", "bf16", "int8"):
+        of = f"attention/{dtype}/row/*/{{}}.cache#bound"
+        yield "attention", f"blocks_of_16_bits_{dtype}", f"numbers of blocks are kept in 16 bits ({dtype})", of.format("blocks"), "bound", changed(5, _low_bits)
+        yield "attention", f"context_of_16_bits_{dtype}", f"lengths are kept in 16 bits ({dtype})", of.format("context"), "bound", changed(4, _low_bits)
+        yield "attention", f"rows_beyond_512_{dtype}", f"rows from the 513th on are not written ({dtype})", of.format("rows"), "bound", _rows_from(ROWS)
     slots = "kv_write/f32/row/*/blocks.real#exact"
     yield "kv_write", "slots_of_16_bits", "slots are kept in 16 bits", slots, "exact", changed(3, _low_bits)
     yield "kv_write", "slots_of_15_bits", "slots from 32,768 on, negative in 16 bits, store nothing", slots, "exact", changed(3, lambda s: np.where(s >= 1 << 15, -1, s))

@@ -16,16 +16,17 @@ from ..session import Session
 from .attention import Paged, Setup, paged
 from .common import bind, expect
 
-__all__ = ["cases"]
+__all__ = ["cases", "declared", "offered"]
 
 
-def _offered(session: Session, dtype: str) -> None:
+def offered(session: Session, dtype: str) -> None:
     """Raises NotApplicable for a type that the backend does not offer."""
     if dtype not in session.backend.kv_dtypes:
         raise NotApplicable(f"keys and values are kept as {', '.join(session.backend.kv_dtypes) or 'the backend likes'} here")
 
 
-def _declared(dtype: str, found: str | None) -> None:
+def declared(dtype: str, found: str | None) -> None:
+    """Raises Failure if a cache of a type is declared as another."""
     wanted = (None, "f32") if dtype == "f32" else (dtype,)
     if found not in wanted and not (dtype == "int8" and str(found).startswith("int8_g")):
         raise Failure("honest", f"a cache of {dtype} is declared as weight={found!r}: results would be judged by another rounding")
@@ -47,14 +48,14 @@ def _values(numbers: Numbers, kit: Paged, kind: str) -> None:
 
 def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, kind: str) -> Outcome:
     """Every value alone (window 1 sees one key): as the declared type rounds it. Then the keys, through full scores."""
-    _offered(session, str(setup.cache))
+    offered(session, str(setup.cache))
     with paged(session, setup, numbers) as kit:
         if kind != "normal":
             _values(numbers, kit, kind)
         where = [np.arange(n, dtype=np.int32) for n in setup.lengths]
         queries = [numbers.normal(n, setup.heads, setup.dk) for n in setup.lengths]
         ran = kit.attend(queries, where, window=1)
-        _declared(str(setup.cache), ran.yes.weight)
+        declared(str(setup.cache), ran.yes.weight)
         group = setup.heads // setup.kv_heads
         rounded = [bounds.cached(v, ran.yes.weight) for v in kit.values]
         y, off = (np.concatenate([pair[i].repeat(group, axis=1) for pair in rounded]) for i in (0, 1))
@@ -69,18 +70,18 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, k
 
 
 def _attention(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Outcome:
-    _offered(session, str(setup.cache))
+    offered(session, str(setup.cache))
     with paged(session, setup, numbers) as kit:
         where = [setup.positions(s) for s in range(len(setup.lengths))]
         queries = [numbers.normal(len(p), setup.heads, setup.dk) for p in where]
         ran = kit.attend(queries, where)
-        _declared(str(setup.cache), ran.yes.weight)
+        declared(str(setup.cache), ran.yes.weight)
         return expect(session, case_id, ran, [kit.expected(queries, where, ran)])
 
 
 def _broken_vector(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Outcome:
     """NaN or infinity in one value reaches whoever sees it, in every type, and nobody else."""
-    _offered(session, str(setup.cache))
+    offered(session, str(setup.cache))
     with paged(session, setup, numbers) as kit:
         kit.values[0][5, 0, 1], kit.values[0][9, 0, 2] = np.nan, np.inf
         kit.write(0, np.array([5, 9]))

@@ -7,8 +7,11 @@ both in use: a kernel that writes and reads by the same cut number is seen, too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+
+from fastllm.api import KV_DTYPES
 
 from .. import bounds
 from ..bench import Bench, In
@@ -17,6 +20,7 @@ from ..case import Case, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .attention import Paged, Setup
+from .caches import declared, offered
 from .common import bind, expect, size_bin
 
 __all__ = ["cases"]
@@ -45,11 +49,15 @@ class _Placed(Paged):
 
 
 def _attention(case_id: str, session: Session, numbers: Numbers, setup: Setup, places: Sequence[int], total: int) -> Outcome:
+    if setup.cache is not None:
+        offered(session, setup.cache)
     kit = _Placed(session.bench, setup, numbers, places, total)
     try:
         where = [setup.positions(s) for s in range(len(setup.lengths))]
         queries = [numbers.normal(len(p), setup.heads, setup.dk) for p in where]
         ran = kit.attend(queries, where)
+        if setup.cache is not None:
+            declared(setup.cache, ran.yes.weight)
         return expect(session, case_id, ran, [kit.expected(queries, where, ran)])
     finally:
         kit.close()
@@ -72,7 +80,8 @@ _LONG = Setup((66001,), (2,), 2, 1, 16, 16, 64, at=((66000, 40000),))
 _CASES: tuple[tuple[str, str, Setup, Sequence[int], int, bool], ...] = (
     # op, name, setup, blocks of sequence 0, blocks in all (0: as many as are needed, in any order), quick
     ("attention", "context", _LONG, (), 0, True),
-    ("attention", "window", Setup((66001,), (2,), 2, 1, 16, 16, 64, at=((66000, 65530),), attrs={"window": 100}), (), 0, False),
+    ("attention", "window", Setup((66001,), (2,), 2, 1, 16, 16, 64, at=((66000, 65530),), attrs={"window": 4096}), (), 0, False),
+    ("attention", "chunk", Setup((66001,), (2,), 2, 1, 16, 16, 64, at=((66000, 65530),), attrs={"mask": "chunk", "chunk": 8192}), (), 0, False),
     ("attention", "rows", Setup((1150,), (1100,), 1, 1, 16, 16, 16), (), 0, True),
     ("attention", "many", Setup(tuple(1 + i % 40 for i in range(700)), (1,) * 700, 1, 1, 16, 16, 16), (), 0, True),
     ("attention", "blocks", Setup((125,), (3,), 2, 1, 8, 8, 16), FAR, BLOCKS, True),
@@ -82,10 +91,13 @@ _CASES: tuple[tuple[str, str, Setup, Sequence[int], int, bool], ...] = (
 
 
 def cases() -> Iterator[Case]:
-    """Long contexts, many rows, many sequences, many blocks."""
+    """Long contexts, many rows, many sequences, many blocks; those of attention in caches of every type, too."""
     for op, name, setup, places, total, quick in _CASES:
         size = f"l{max(setup.lengths)}-s{len(setup.lengths)}-q{sum(setup.rows)}-d{setup.dk}-b{setup.block}"
         rule, check = ("exact", _read_back) if op == "kv_write" else ("bound", _attention)
         case_id = f"{op}/f32/row/{size}/{name}.real#{rule}"
         bin = f"attention|f32|normal|{size_bin(max(setup.lengths))}" if op == "attention" else ""
         yield Case(case_id, op, "contexts", bind(check, case_id, setup, places, total), required=True, quick=quick, bin=bin)
+        for dtype in KV_DTYPES if op == "attention" else ():
+            case_id = f"attention/{dtype}/row/{size}/{name}.cache#bound"
+            yield Case(case_id, op, "contexts", bind(_attention, case_id, replace(setup, cache=dtype), places, total), bin=f"attention|{dtype}|normal|any")

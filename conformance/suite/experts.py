@@ -218,7 +218,7 @@ def cases() -> Iterator[Case]:
         yield Case(case_id, "moe", "experts", bind(_moe, case_id, "f32", *sizes, kind, **more), quick=quick, bin=f"moe|f32|{kind}|any")
     for format in ("f16", "bf16", *blocks.BLOCK_BYTES):
         block = max(blocks.BLOCK_BYTES.get(format, (32, 0))[0], 64)
-        for name, rows, bias, alone in (("one", 1, False, ALONE), ("batch", 9, True, 0)):
+        for name, rows, bias, alone in (("one", 1, False, ALONE), ("batch", 9, True, 0), ("rows", 600, False, 0)):
             case_id = f"moe/f32*{format}/row/t{rows}-e4-k2-c{block}-f{block}/{name}#bound"
             check = bind(_moe, case_id, format, rows, 4, 2, block, block, "silu", bias=bias, alone=alone)
             yield Case(case_id, "moe", "experts", check, quick=format == "q4_0", bin=calibrated(format, f"moe|{format}|silu|any"))

@@ -146,7 +146,7 @@ def cases() -> Iterator[Case]:
                 yield Case(case_id, "rope", "rope", bind(_rope, case_id, shape, r, style, factor, where, gap), required=True, quick=index in (0, 2, 6, 8), bin=f"rope|f32|{style}|p{where[-1]}")
     for t, style, must in ((1100, "half", True), (1100, "pairs", True), (66000, "half", False)):  # positions of 18 bits, in no order
         case_id = f"rope/f32/row/t{t}-h2-d8-r4/{style}.real#bound"
-        where = tuple((i * 104729 + 131071) % 262144 for i in range(t))
+        where = tuple((i * 104729 + 262143) % 262144 for i in range(t))
         yield Case(case_id, "rope", "rope", bind(_rope, case_id, (t, 2, 8), 4, style, 1.0, where, 0), required=must, quick=style == "half" and must, bin=f"rope|f32|{style}|p131072")
     case_id = "rope/f32/gap/t5-h2-d8-r4/positions_step2#bound"
     stepped, dense = (bind(_rope, case_id, (5, 2, 8), 4, "half", 1.0, (3, 70, 1, 9, 4000), 0, step) for step in (1, 0))
