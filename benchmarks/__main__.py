@@ -140,6 +140,20 @@ def peers(
 
 
 @cli.command()
+@click.argument("names", metavar="BACKEND...", nargs=-1)
+@click.option("--model", default="smollm2", show_default=True, help="SHAPE-TYPE, a file, or a name that fastllm knows.")
+@click.option("--cells", default="decode:0,decode:64,prefill:64", show_default=True, help=CELLS_HELP + ".")
+@common
+def backends(names: tuple[str, ...], model: str, cells: str, threads: int, repeat: int, out: Path | None) -> None:
+    """Other backends of ours (opencl_generic) on the same model, in turns with cpu_avx."""
+    from .peers import backend_rows
+
+    sink = Sink(out)
+    for name, found, row, ours in backend_rows(model, names or ("opencl_generic",), cells.split(","), repeat, found_threads(threads)):
+        sink.add(results.record("backends", Path(model).name, name, found, row, ours))
+
+
+@cli.command()
 @click.option("--model", default="llama1b-q4_0", show_default=True, help="SHAPE-TYPE, a file, or a name that fastllm knows.")
 @click.option("--cells", default="prefill:512,decode:0", show_default=True, help=CELLS_HELP + ".")
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Measurements of each cell.")

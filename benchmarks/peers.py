@@ -25,7 +25,7 @@ from .engine import needs, parse
 from .environments import WORKERS, Unavailable, environment
 from .models import model_path
 
-__all__ = ["OURS", "PEERS", "Peer", "Process", "WorkerError", "asked", "peer_rows", "speed"]
+__all__ = ["OURS", "PEERS", "Peer", "Process", "WorkerError", "asked", "backend_rows", "peer_rows", "speed"]
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,30 @@ def peer_rows(
         ours.close()
 
 
-def compare(cell: str, ours: Process, theirs: Process, repeat: int) -> tuple[Row, Spread | None]:
-    """One cell of both in turns: (row of the peer with our ratio, our spread), or why the peer has none. Raises WorkerError if ours fails."""
+def backend_rows(model: str, names: Sequence[str], cells: Sequence[str], repeat: int, threads: int) -> Iterator[tuple[str, dict[str, Any], Row, Spread | None]]:
+    """(backend, what was found, row with its share of the speed of `cpu_avx`, spread of `cpu_avx`) for every backend and cell, in turns as with other engines."""
+    context, streams = needs(cells)
+    asked_for = {"path": os.fspath(model_path(model)), "threads": threads, "context": -(-context // 64) * 64 + 64, "streams": streams}
+    ours, _ = start(OURS, "fastllm", None)
+    try:
+        ours.call("load", **asked_for, options={"backend": "cpu_avx"})
+        for name in names:
+            theirs, _ = start(OURS, name, None)
+            try:
+                facts = theirs.call("load", **asked_for, options={"backend": name})
+                for cell in cells:
+                    yield name, {"version": facts["version"]}, *compare(cell, ours, theirs, repeat, share=True)
+            except WorkerError as error:
+                yield name, {}, Row("load", {}, reason=str(error)), None
+            finally:
+                theirs.close()
+    finally:
+        ours.close()
+
+
+def compare(cell: str, ours: Process, theirs: Process, repeat: int, share: bool = False) -> tuple[Row, Spread | None]:
+    """One cell of both in turns: (row of the peer with our ratio, our spread), or why the peer has none. share: the ratio is its speed over ours, not ours over its.
+    Raises WorkerError if ours fails."""
     name, params = asked(cell)
     mine, others = [], []
     for turn in range(repeat + 1):  # the first is to warm up
@@ -198,8 +220,8 @@ def compare(cell: str, ours: Process, theirs: Process, repeat: int) -> tuple[Row
         if turn:
             mine.append(own)
             others.append(other)
-    ratio = Spread.of(a / b for a, b in zip(mine, others, strict=True))
-    return Row(name, params, "tok/s", Spread.of(others), ratio=ratio, limit_of="fastllm / this engine"), Spread.of(mine)
+    ratio = Spread.of(b / a if share else a / b for a, b in zip(mine, others, strict=True))
+    return Row(name, params, "tok/s", Spread.of(others), ratio=ratio, limit_of="this backend / cpu_avx" if share else "fastllm / this engine"), Spread.of(mine)
 
 
 def asked(cell: str) -> tuple[str, dict[str, int]]:

@@ -2,9 +2,9 @@
 
 A file is {"schema": 1, "machine": {…}, "rows": [record, …]}. A record is a `fastllm.bench.Row` and who it belongs to:
 
-    suite    limits | engine | peers | containers   model    name or file of the model
+    suite    limits | engine | peers | backends | containers   model    name or file of the model
     engine   fastllm | llama.cpp | …            options  {"threads": 2, "isa": "avx512", …}: what was set or found
-    ours     spread of fastllm, measured in turns with `value` (peers only); `ratio` is then ours / theirs
+    ours     spread of fastllm, measured in turns with `value` (peers: `ratio` is then ours / theirs; backends: of cpu_avx, `ratio` is theirs / ours)
     commit, when                                the version that was measured and the time
     others   cores that other programs (and the hypervisor's other guests) took while it was measured
 
@@ -207,7 +207,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
             continue
         value = f"{spread(row['value'])} {row['unit']}"
         if row["ours"]:
-            beside, ratio = f"fastllm {spread(row['ours'])}", f"{row['ratio']['median']:.2f} ×"
+            who_else = "cpu_avx" if row["suite"] == "backends" else "fastllm"
+            beside, ratio = f"{who_else} {spread(row['ours'])}", f"{row['ratio']['median']:.2f} ×"
         else:
             beside = "" if row["limit"] is None else f"{number(row['limit'])}: {row['limit_of']}"
             ratio = spread(row["ratio"], percent=True)

@@ -76,6 +76,17 @@ def peers() -> str:
     return _table(("model", "cell", "engine", "its tokens/s", "fastllm's tokens/s", "fastllm / it"), lines)
 
 
+def backends() -> str:
+    """Other backends of ours beside `cpu_avx`; the share is of its speed."""
+    lines = []
+    for r in rows("backends"):
+        if r["value"] is None:
+            lines.append((r["model"], r["engine"], results.cell_name(r), r["reason"].replace("|", "/"), "–", "–"))
+            continue
+        lines.append((r["model"], r["engine"], results.cell_name(r), results.spread(r["value"]), results.spread(r["ours"]), results.spread(r["ratio"], percent=True)))
+    return _table(("model", "backend", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it"), lines)
+
+
 def containers() -> str:
     """Our engine under quotas and masks with the threads that it chose, beside the best number set by hand. Without rows: what makes them."""
     lines = []
@@ -167,6 +178,10 @@ TARGETS = (
     Target("import fastllm, s", ("engine", "smollm2", "import fastllm", {}), 0.15, "value", at_most=True),
     Target("smollm2 (GGUF), command to first token, s", ("engine", "smollm2", "command to first token", {}), 0.6, "value", at_most=True),
     Target("smollm2 (FLM), command to first token, s", ("engine", "smollm2.flm", "command to first token", {}), 0.4, "value", at_most=True),
+    *(
+        Target(f"decode of {m}, opencl_generic on the CPU device, of cpu_avx", ("backends", m, "decode", START), 0.25, engine="opencl_generic")
+        for m in ("smollm2", "gemma3-270m")
+    ),
     *(Target(f"peak memory over packed weights and cache, {m}", ("engine", m, "peak memory", {}), 1.15, at_most=True) for m in (ONE, "smollm2", "gemma3-270m")),
 )
 
@@ -207,10 +222,10 @@ def _find(everything: list[Row], wanted: tuple[str, str, str, dict[str, Any]], e
         if (r["suite"], r["model"], r["cell"], r["engine"]) != (suite, model, cell, engine) or not params.items() <= r["params"].items():
             continue
         mine = {k: v for k, v in r["options"].items() if k not in ("threads", "version", "build") and not k.startswith("ours.")}
-        if not mine and (suite in ("peers", "containers") or r["options"].get("threads") != 1):
+        if not mine and (suite in ("peers", "backends", "containers") or r["options"].get("threads") != 1):
             return r
     return None
 
 
-PARTS = {f"performance.{f.__name__}": f for f in (machine, targets, limits, engine, peers, builds, containers)}
+PARTS = {f"performance.{f.__name__}": f for f in (machine, targets, limits, engine, peers, builds, backends, containers)}
 """Name of a generated part -> its text."""

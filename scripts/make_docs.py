@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,8 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 AMX_IN_EMULATION = (
-    "Its instructions were only ever emulated, in plain C, by tests: `tests/backends/test_cpu_linear.py` compares every format with the specification, to the bit; "
+    "Its instructions were only ever emulated, in plain C. In the row of emulated tiles they are, and all else is the code that is shipped, by `python scripts/conformance_emulated.py`: every case "
+    "of Gold is run, but an emulated device reports no speed, so Silver is the most that it can reach. Tests do it as well: `tests/backends/test_cpu_linear.py` compares every format with the specification, to the bit; "
     "`tests/backends/test_cpu_tiles.py` looks at rows that share a tile, at the bits of avx512, at the self-test that such a processor runs at the first use, and at the instructions in the object code; "
     "`tests/conformance/test_native_mutants.py` runs cases of this suite, and two faults that they catch."
 )
@@ -470,23 +471,21 @@ def conformance_reports() -> str:
     the pages in docs/conformance belong to that; pages of other runs are listed as such."""
     from fastllm.conformance.levels import SUITE_VERSION
     from fastllm.conformance.published import read_published
-    from fastllm.conformance.sources import kernel_hash
 
     pages = {p.parent.name: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs" / "conformance").glob("*/conformance.md"))}
     rows, text = [], ""
     for folder in sorted((ROOT / "backends").iterdir()):
         for run in read_published(folder):
             options = " ".join(f"{k}={v}" for k, v in run["options"].items()) or "–"
-            counts = run["counts"]
-            cases = f"{counts['passed']} passed, {counts['n/a']} n/a"
-            same = kernel_hash(folder) == run["sources"] and run["suite"] == SUITE_VERSION
-            now = "as tested" if same else "**changed since**: run `make conformance`"
             name = "-".join([run["backend"].replace(":", "-"), *run["options"].values()])
             mine = f"- sources: {run['sources'][:16]}\n" in pages.get(name, "")
             shown = f"[`{run['backend']}`](conformance/{name}/conformance.md)" if mine else f"`{run['backend']}`"
             if mine:
                 del pages[name]
-            rows.append((shown, options, run["level"], f"{run['native']}/{run['native_of']}", run["verification"], cases, f"{run['time_s']:.0f} s", run["date"], f"suite {run['suite']}, `{run['sources'][:12]}` {now}"))
+            rows.append(_report_row(run, shown, options, folder))
+    for run in read_published(ROOT / "docs" / "conformance" / "cpu_avx_tiles"):
+        pages.pop("cpu_avx_tiles", None)
+        rows.append(_report_row(run, "[`cpu_avx`](conformance/cpu_avx_tiles/conformance.md)", "isa=amx, tiles emulated", ROOT / "backends" / "cpu_avx", "python scripts/conformance_emulated.py"))
     if rows:
         text = table(["backend", "options", "level", "native", "", "cases", "took", "date", "sources"], rows)
     else:
@@ -496,6 +495,19 @@ def conformance_reports() -> str:
         lines = [f"- [{name}](conformance/{name}/conformance.md): {_suite_of(page)}" for name, page in pages.items()]
         text += "\nPages of earlier runs, which say nothing about the sources of today:\n\n" + "\n".join(lines) + "\n"
     return text
+
+
+def _report_row(run: Mapping[str, Any], shown: str, options: str, folder: Path, command: str = "make conformance") -> tuple[str, ...]:
+    """A published run. folder: of the sources that were tested."""
+    from fastllm.conformance.levels import SUITE_VERSION
+    from fastllm.conformance.sources import kernel_hash
+
+    cases = f"{run['counts']['passed']} passed, {run['counts']['n/a']} n/a"
+    same = kernel_hash(folder) == run["sources"] and run["suite"] == SUITE_VERSION
+    now = "as tested" if same else f"**changed since**: run `{command}`"
+    executed = f"{run['verification']}{', emulated' * (run['execution'] == 'emulated')}"
+    sources = f"suite {run['suite']}, `{run['sources'][:12]}` {now}"
+    return shown, options, run["level"], f"{run['native']}/{run['native_of']}", executed, cases, f"{run['time_s']:.0f} s", run["date"], sources
 
 
 def _without_a_report(rows: Sequence[Sequence[str]]) -> str:

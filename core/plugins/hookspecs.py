@@ -14,7 +14,7 @@ import pluggy
 from ..backend import API_VERSION, Backend, BackendSpec, Ready, Unavailable
 from ..graph import Graph
 
-__all__ = ["MANDATORY", "PREFIX", "PROJECT", "BackendHooks", "FrozenHooks", "check_api", "hook_names"]
+__all__ = ["MANDATORY", "PREFIX", "PROJECT", "BackendHooks", "FrozenHooks", "check_api", "hook_names", "is_version"]
 
 PROJECT: Final = "fastllm"
 PREFIX: Final = "fastllm_"
@@ -81,3 +81,8 @@ def check_api(theirs: tuple[int, int], ours: tuple[int, int] = API_VERSION) -> s
     if theirs == ours or (theirs[0] == ours[0] and ours[0] > 0 and theirs[1] <= ours[1]):
         return ""
     return "host" if theirs > ours else "plugin"
+
+
+def is_version(value: Any) -> bool:
+    """Whether a plug-in's word for its version of the interface is one: (major, minor)."""
+    return isinstance(value, tuple) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)

@@ -32,7 +32,7 @@ from ..errors import BackendIncompatible, BackendUnavailable, FastLLMError
 from ..graph import Graph
 from .config import NAME_PATTERN
 from .discovery import DISTRIBUTION, Candidate, Source
-from .hookspecs import MANDATORY, PREFIX, PROJECT, BackendHooks, FrozenHooks, check_api, hook_names
+from .hookspecs import MANDATORY, PREFIX, PROJECT, BackendHooks, FrozenHooks, check_api, hook_names, is_version
 from .put_back import put_back
 from .report import broken, describe, upgrade
 
@@ -214,17 +214,13 @@ def _specs(candidate: Candidate, plugin: Plugin) -> dict[str, BackendSpec]:
 
 
 def _speaks_ours(spec: BackendSpec) -> bool:
-    return _is_version(spec.api_version) and not check_api(spec.api_version)
-
-
-def _is_version(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)
+    return is_version(spec.api_version) and not check_api(spec.api_version)
 
 
 def check_spec(candidate: Candidate, spec: BackendSpec) -> None:
     """Checks one backend of a loaded module: the version first, as the meaning of all else depends on it. Raises
     BackendIncompatible or BackendBroken."""
-    if not _is_version(spec.api_version):
+    if not is_version(spec.api_version):
         raise broken(candidate, "load", f"BackendSpec.api_version is {spec.api_version!r}; it must be (major, minor)")
     if side := check_api(spec.api_version):
         raise _incompatible(candidate, spec, side)

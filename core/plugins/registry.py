@@ -26,6 +26,7 @@ from .config import PluginsConfig, close_matches, load_config
 from .contained import NAMED_S, Contained
 from .discovery import DISTRIBUTION, Candidate, discover
 from .entries import BASE, Entry, collect
+from .hookspecs import is_version
 from .loader import Guard, check_environment, check_graph, file_source
 from .report import BackendState, broken, config_options, given_options, state_name
 
@@ -122,7 +123,7 @@ class BackendRegistry:
             error = exc
         spec = entry.loaded if isinstance(entry.loaded, BackendSpec) else None
         known = spec or (entry.plugin.specs.get(name) if entry.plugin else None)
-        api = known.api_version if known else entry.api
+        api = known.api_version if known and is_version(known.api_version) else entry.api
         source, (priority, priority_from) = entry.candidate.source, self._priority(entry)
         return BackendState(
             name=name,

@@ -120,6 +120,22 @@ def test_ratios_are_ours_over_theirs(worker, monkeypatch):
     assert (batch.value, batch.reason, none) == (None, "no batches", None)
 
 
+def test_a_backend_of_ours_is_measured_in_turns_with_cpu_avx_and_shown_as_its_share(worker, monkeypatch):
+    remembers = {
+        "load": "(sys.modules.__setitem__('chosen', message['options']['backend']), {'result': {'version': '7'}})[1]",
+        "decode": "{'result': {'cpu_avx': 0.1, 'opencl_generic': 0.4}[sys.modules['chosen']]}",
+    }
+    monkeypatch.setattr(peers, "OURS", worker("remembers", remembers))
+    [(name, found, row, cpu)] = peers.backend_rows("smollm2", ["opencl_generic"], ["decode:0"], 1, 2)
+    assert (name, found, row.value.median, cpu.median, row.ratio.median) == ("opencl_generic", {"version": "7"}, 2.5, 10, 0.25)
+    stored = results.record("backends", "smollm2", name, found, row, cpu)
+    monkeypatch.setattr(tables, "rows", lambda suite: [stored] if suite == "backends" else [])
+    assert tables.backends().endswith("| smollm2 | opencl_generic | decode, context 0 | 2.5 | 10 | 25 % |")
+    assert "| cpu_avx 10 | 0.25 × |" in results.table([stored])
+    [(_, _, refused, none)] = peers.backend_rows("smollm2", ["nothing"], ["decode:0"], 1, 2)
+    assert (refused.cell, bool(refused.reason), none) == ("decode", True, None)
+
+
 def test_a_peer_that_fails_is_a_row_and_the_next_is_measured(worker, monkeypatch):
     refuses, dies = worker("refuses", {"load": '{"error": "bad file"}'}), worker("dies", {**WORKS, "decode": "sys.exit(3)"})
     monkeypatch.setattr(peers, "PEERS", {"refuses": refuses, "dies": dies, "works": worker("works", WORKS)})

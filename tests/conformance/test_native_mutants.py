@@ -6,6 +6,7 @@ An anchor that is no longer in the source is an error here: a mutant that plants
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -148,3 +149,12 @@ def test_every_variant_has_faults():
     own = {v for v in VARIANTS if any(f.variants == (v,) for f in FAULTS)}
     assert {"baseline", "avx512", "amx"} <= own
     assert all(len([f for f in FAULTS if v in f.variants]) >= 4 for v in ALL)
+
+
+def test_the_script_that_runs_the_whole_suite_on_emulated_tiles_still_finds_what_it_changes():
+    """Only a run says that it works; it takes minutes."""
+    spec = importlib.util.spec_from_file_location("conformance_emulated", ROOT / "scripts" / "conformance_emulated.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert [(SOURCE / "native" / name).read_text().count(before) for name, before, _ in script.CHANGES] == [1] * len(script.CHANGES)
+    assert set(script.AVX512) == set(VARIANTS["avx512"])

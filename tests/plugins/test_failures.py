@@ -135,6 +135,15 @@ def test_another_version_of_the_interface_is_incompatible_and_says_which_side_to
     assert f"this fastllm has {API_VERSION[0]}.{API_VERSION[1]}" in error.message
 
 
+@pytest.mark.parametrize("version", ["'1.2'", "(1, -1)", "None", "(1, 2, 3)", "1.2"])
+def test_a_version_that_is_none_is_the_fault_of_its_plug_in_and_of_no_list(site, contained, plugin, version):
+    """The parent takes a child's word apart: what is no version must not get there as one."""
+    site.install(plugin(backends=f"@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, {version}, 1)]"))
+    found = {s.name: s for s in BackendRegistry(env=contained).states()}
+    assert (found["acme_npu"].state, found["acme_npu"].api, found["ref"].state) == ("broken", None, "ready")
+    assert "it must be (major, minor)" in found["acme_npu"].reason
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "side"),
     [
