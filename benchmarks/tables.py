@@ -84,6 +84,8 @@ def backends() -> str:
             lines.append((r["model"], r["engine"], results.cell_name(r), r["reason"].replace("|", "/"), "–", "–"))
             continue
         lines.append((r["model"], r["engine"], results.cell_name(r), results.spread(r["value"]), results.spread(r["ours"]), results.spread(r["ratio"], percent=True)))
+    if not lines:
+        return "No rows yet: `python -m benchmarks backends` makes them."
     return _table(("model", "backend", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it"), lines)
 
 

@@ -600,7 +600,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "native-faults": native_faults,
     "calibration": calibration,
     "conformance-reports": conformance_reports,
-    **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds", "containers")},
+    **{f"performance.{name}": partial(performance, f"performance.{name}") for name in ("machine", "targets", "limits", "engine", "peers", "builds", "backends", "containers")},
     **{f"backend-options.{s.name}": partial(backend_options, s.name) for s in backend_specs() if s.options},
     **{f"options.{name}": partial(command_options, name.replace(".", " ")) for name in COMMANDS},
     "options.webui": partial(command_options, "webui", beside="server"),
