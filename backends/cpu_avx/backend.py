@@ -56,9 +56,9 @@ IDLE_SPIN_US = 200.0
 """How long idle threads watch for the next step before they sleep: longer than the host needs between two steps."""
 BARRIER_SPIN_US = 200.0
 """How long a thread spins at a barrier before it sleeps."""
-HUGE_BYTES = 4 << 20
-HUGE_KINDS = ("weights", "scratch")
-"""Buffers of these kinds ask for 2 MB pages from that size on. Not caches: a first step touches one block of every layer, and to
+HUGE_BYTES = {"weights": 4 << 20, "scratch": 32 << 20}
+"""Buffers of these kinds ask for 2 MB pages from that size on. Of a small model's scratch a step touches some rows here and there, and would have all
+of it that way. Not caches: a first step touches one block of every layer, and to
 find and clear 2 MB for each of them took ten times as long as the step itself (measured: 280 instead of 37 ms)."""
 BF16_ROWS = 1
 """The kind of prepared rows that are bf16 (FL_KIND_BF16)."""
@@ -116,7 +116,7 @@ class CpuBackend(Backend):
             raise ShapeError(f"a {kind} buffer of {nbytes} bytes")
         check_alloc(nbytes, kind, self.limits, self._free())
         try:
-            memory = _native.Memory(nbytes, kind in HUGE_KINDS and nbytes >= HUGE_BYTES)
+            memory = _native.Memory(nbytes, nbytes >= HUGE_BYTES.get(kind, nbytes + 1))
         except (MemoryError, OverflowError):
             raise OutOfMemory(
                 f"{kind} buffer of {nbytes:,} bytes: the system refuses it", requested=nbytes, kind=kind
