@@ -20,7 +20,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from ._strings import read_strings
 
 __all__ = ["Cursor", "HeldFile", "MappedFile", "describe_content", "file_of", "shown"]
 
+MANY_STRINGS = 1024
 AGAIN = "download the file again: it is cut or damaged"
 
 _KINDS = (
@@ -349,12 +350,12 @@ class Cursor:
         except UnicodeDecodeError as exc:
             raise self.file.error(f"{what} is not valid UTF-8: {exc.reason}", offset=pos + 8 + exc.start) from None
 
-    def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings (u64 length, UTF-8)."""
+    def strings(self, count: int, what: str) -> Sequence[str]:
+        """`count` strings (u64 length, UTF-8): a list, or where they are many, a sequence that makes them when they are asked for."""
         out, pos = read_strings(self.file.data, self.pos, self.end, count)
         if len(out) == count:
             self.pos = pos
-            return out
+            return list(out) if count < MANY_STRINGS else out
         left = self.end - pos - 8  # of the first that cannot be read
         length = int.from_bytes(self._buffer[pos : pos + 8], "little") if left >= 0 else 0
         if 0 <= length <= left:

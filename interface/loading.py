@@ -449,7 +449,6 @@ def load_model(model: str | os.PathLike[str] = DEFAULT_MODEL, options: LoadOptio
 
 def open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template of a model's files."""
-    from .formats.sources import tokenizer_cache
     from .text import ChatTemplate, Tokenizer
 
     source = files.tokenizer
@@ -457,12 +456,12 @@ def open_text(files: ModelFiles, context: int) -> tuple[Tokenizer, ChatTemplate 
         fix = "add tokenizer.json to the folder" if files.kind == "huggingface" else "convert the model again, with its tokenizer"
         raise TokenizerError("the model has no tokenizer", who=str(files.path), fix=fix)
     if source.kind == "gguf":
-        tokenizer = Tokenizer.from_gguf(source.gguf, cache_dir=tokenizer_cache())
+        tokenizer = Tokenizer.from_gguf(source.gguf)
     elif source.kind == "tokenizer.json":
         special, generation = source.special_tokens, files.generation_config
         tokenizer = Tokenizer.from_tokenizer_json(source.read(), source.config, special_tokens_map=special, generation_config=generation)
     else:
-        tokenizer = Tokenizer.from_sentencepiece(source.read(), source.config, cache_dir=tokenizer_cache())
+        tokenizer = Tokenizer.from_sentencepiece(source.read(), source.config)
     if files.chat_template is None:
         return tokenizer, None
     pieces = {f"{n}_token": tokenizer.id_to_piece(i) for n in ("bos", "eos", "unk") if (i := getattr(tokenizer, f"{n}_id")) is not None}

@@ -8,7 +8,6 @@ has it, and knows the exact bytes of each token, on which `detokenizer.py` build
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +20,12 @@ from fastllm.core.errors import InvalidRequest
 
 from .huggingface import read_tokenizer_json
 from .pieces import Pieces
+from .sentence_pieces import SentencePieces
 from .vocabulary import Added, Vocabulary, guarded, read_gguf_vocabulary, read_sentencepiece_vocabulary
 
 __all__ = ["Tokenizer"]
+
+Merging = tokenizers.Tokenizer | SentencePieces
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -49,8 +51,8 @@ class Tokenizer:
         self._pieces = Pieces(vocabulary.pieces)
         self._vocabulary = vocabulary = replace(vocabulary, pieces=self._pieces)
         self._library = vocabulary.library
-        self._tail: tokenizers.Tokenizer | None = None
-        self._continued: tokenizers.Tokenizer | None = None
+        self._tail: Merging | None = None
+        self._continued: Merging | None = None
         self._bytes: dict[int, bytes] = {}
         self._set_added(vocabulary.added)
         self.vocab_size = len(vocabulary.pieces)
@@ -77,20 +79,17 @@ class Tokenizer:
         return cls(read_tokenizer_json(data, config, special_tokens_map, generation_config))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], *, cache_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From GGUF metadata: the `tokenizer.*` keys as Python values, lists or numpy arrays.
 
-        cache_dir: a folder for the merges found in a SentencePiece vocabulary (a second's work for 262,144 pieces); files are
-        named by content. Raises TokenizerError and UnsupportedError as `from_tokenizer_json`.
+        Raises TokenizerError and UnsupportedError as `from_tokenizer_json`.
         """
-        return cls(read_gguf_vocabulary(metadata, cache_dir))
+        return cls(read_gguf_vocabulary(metadata))
 
     @classmethod
-    def from_sentencepiece(
-        cls, data: bytes, config: Mapping[str, Any] | None = None, *, cache_dir: str | os.PathLike[str] | None = None
-    ) -> Tokenizer:
+    def from_sentencepiece(cls, data: bytes, config: Mapping[str, Any] | None = None) -> Tokenizer:
         """From the bytes of a SentencePiece tokenizer.model; config: the folder's tokenizer_config.json, if any."""
-        return cls(read_sentencepiece_vocabulary(data, config, cache_dir))
+        return cls(read_sentencepiece_vocabulary(data, config))
 
     # encoding ----------------------------------------------------------------------------------------------------------
 
@@ -146,14 +145,15 @@ class Tokenizer:
         For set-up, before the tokenizer is shared. Tokens flagged special or of marker shape are protected without it.
         """
         joined = "\0".join(literals)
-        library_added = self._library.get_added_tokens_decoder()
         known = {added.text for added in self._added}
-        found = [
-            Added(token.content, index, True, token.lstrip, token.rstrip)
-            for index, token in library_added.items()
-            if token.content not in known and not token.content.isspace() and token.content in joined
-        ]
-        self._library.add_special_tokens([tokenizers.AddedToken(a.text, special=True, normalized=False) for a in found])
+        found: list[Added] = []
+        if isinstance(self._library, tokenizers.Tokenizer):
+            found = [
+                Added(token.content, index, True, token.lstrip, token.rstrip)
+                for index, token in self._library.get_added_tokens_decoder().items()
+                if token.content not in known and not token.content.isspace() and token.content in joined
+            ]
+            self._library.add_special_tokens([tokenizers.AddedToken(a.text, special=True, normalized=False) for a in found])
         own = [
             Added(a.text, a.id, True, a.lstrip, a.rstrip) if not a.control and not a.text.isspace() and a.text in joined else a
             for a in self._added
@@ -230,12 +230,18 @@ class Tokenizer:
             text = " " + text
         return self._run(text, self._library if after == "start" else self._tail_library())
 
-    def _run(self, text: str, library: tokenizers.Tokenizer) -> list[int]:
+    def _run(self, text: str, library: Merging) -> list[int]:
+        if isinstance(library, SentencePieces):  # parts of a text that is normalized are not normalized again
+            return self._without_markers(guarded(lambda: library.normalize(text), "the text cannot be encoded"), library, library)
+        return self._without_markers(text, library, self._tail_library())
+
+    def _without_markers(self, text: str, library: Merging, tail: Merging) -> list[int]:
+        """Ids of which none is a special token, where a vocabulary has merges that spell one. tail: encodes what follows a cut."""
         encoding = guarded(lambda: library.encode(text, add_special_tokens=False), "the text cannot be encoded")
         ids: list[int] = encoding.ids
         if self._control_ids.isdisjoint(ids):
             return ids
-        # A vocabulary whose merges spell a special token: cut the text inside that token, so that it stays text.
+        # Cut the text inside that token, so that it stays text.
         index = next(i for i, value in enumerate(ids) if value in self._control_ids)
         start, end = encoding.offsets[index]
         if end - start < 2 or end - start == len(text) < 2:
@@ -244,16 +250,16 @@ class Tokenizer:
                 who="prompt",
                 fix="remove the character",
             )
-        return self._run(text[: start + 1], library) + self._run(text[start + 1 :], self._tail_library())
+        return self._without_markers(text[: start + 1], library, tail) + self._without_markers(text[start + 1 :], tail, tail)
 
-    def _tail_library(self) -> tokenizers.Tokenizer:
+    def _tail_library(self) -> Merging:
         if self._vocabulary.tail is None:
             return self._library
         if self._tail is None:
             self._tail = self._vocabulary.tail()
         return self._tail
 
-    def _continued_library(self) -> tokenizers.Tokenizer:
+    def _continued_library(self) -> Merging:
         if self._vocabulary.continued is None:
             return self._tail_library()
         if self._continued is None:

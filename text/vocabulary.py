@@ -7,15 +7,10 @@ TokenizerError that names key and value, never in another tokenizer. `tokenizer.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -24,15 +19,17 @@ from tokenizers import Regex, models, normalizers
 
 from fastllm.core.errors import FastLLMError, TokenizerError, UnsupportedError
 
+from .pieces import Pieces
 from .pretokenizers import PreRule, build_pre_tokenizer, find_rule
-from .sentencepiece import parse_sentencepiece
+from .sentence_pieces import SentencePieces
+from .sentencepiece import SentencePieceModel, parse_sentencepiece
 
 __all__ = ["Added", "Vocabulary", "read_gguf_vocabulary", "read_sentencepiece_vocabulary"]
 
 MAX_TOKENS: Final = 4_000_000
 MAX_MERGES: Final = 16_000_000
 MAX_PIECE_CHARS: Final = 65_536
-CACHE_VERSION: Final = 1
+MAX_BYTES: Final = 1 << 31  # of all pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -72,7 +69,7 @@ class Vocabulary:
     """
 
     pieces: Sequence[str]
-    library: tokenizers.Tokenizer
+    library: tokenizers.Tokenizer | SentencePieces
     byte_level: bool
     added: list[Added]
     special_ids: frozenset[int]
@@ -86,8 +83,8 @@ class Vocabulary:
     space_prefix: Literal["never", "control", "added"] = "never"
     strips_space: bool = False
     escaped: bool = False
-    tail: Callable[[], tokenizers.Tokenizer] | None = None
-    continued: Callable[[], tokenizers.Tokenizer] | None = None
+    tail: Callable[[], tokenizers.Tokenizer | SentencePieces] | None = None
+    continued: Callable[[], tokenizers.Tokenizer | SentencePieces] | None = None
 
 
 # typed getters ---------------------------------------------------------------------------------------------------------
@@ -136,8 +133,8 @@ def get_bool(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
     return bool(value)
 
 
-def get_strings(metadata: Mapping[str, Any], key: str, limit: int) -> list[str]:
-    """A list of at most `limit` strings of sane length; required."""
+def get_strings(metadata: Mapping[str, Any], key: str, limit: int) -> Sequence[str]:
+    """A sequence of at most `limit` strings of sane length; required."""
     value = metadata.get(key)
     if value is None:
         raise bad(key, value, "the key is required")
@@ -147,6 +144,12 @@ def get_strings(metadata: Mapping[str, Any], key: str, limit: int) -> list[str]:
         raise bad(key, value, "it must be a non-empty list of strings")
     if len(value) > limit:
         raise bad(key, len(value), f"at most {limit:,} entries are read")
+    if hasattr(value, "utf8"):  # the reader's, which are strings; as long in bytes as in characters at least
+        pieces = Pieces(value)
+        for index in np.flatnonzero(np.diff(pieces.ends) > MAX_PIECE_CHARS).tolist():
+            if len(pieces[index]) > MAX_PIECE_CHARS:
+                raise bad(f"{key}[{index}]", pieces[index], f"it must be a string of at most {MAX_PIECE_CHARS:,} characters")
+        return value
     if {*map(type, value)} != {str} or max(map(len, value)) > MAX_PIECE_CHARS:
         index, item = next((i, v) for i, v in enumerate(value) if type(v) is not str or len(v) > MAX_PIECE_CHARS)
         raise bad(f"{key}[{index}]", item, f"it must be a string of at most {MAX_PIECE_CHARS:,} characters")
@@ -176,11 +179,15 @@ def index_pieces(pieces: Sequence[str], key: str) -> dict[str, int]:
     ids = {piece: index for index, piece in enumerate(pieces)}
     if len(ids) != len(pieces):
         first = next(index for index, piece in enumerate(pieces) if ids[piece] != index)
-        raise bad(f"{key}[{first}]", pieces[first], f"the same text is token {ids[pieces[first]]} as well")
+        raise _doubled(key, first, ids[pieces[first]], pieces[first])
     return ids
 
 
-def end_ids(pieces: Sequence[str], ids: Mapping[str, int], known: Iterable[int | None]) -> frozenset[int]:
+def _doubled(key: str, index: int, other: int, piece: str) -> TokenizerError:
+    return bad(f"{key}[{index}]", piece, f"the same text is token {other} as well")
+
+
+def end_ids(pieces: Sequence[str], ids: Mapping[str, int] | SentencePieces, known: Iterable[int | None]) -> frozenset[int]:
     """All ids that end an answer: those given by the metadata and those whose text is a well-known end marker."""
     found = {value for value in known if value is not None}
     given = frozenset(found)
@@ -202,7 +209,7 @@ def end_ids(pieces: Sequence[str], ids: Mapping[str, int], known: Iterable[int |
 # GGUF --------------------------------------------------------------------------------------------------------------------
 
 
-def read_gguf_vocabulary(metadata: Mapping[str, Any], cache_dir: str | os.PathLike[str] | None = None) -> Vocabulary:
+def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary of a GGUF file from its `tokenizer.*` keys (plain Python values, lists or numpy arrays).
 
     Raises TokenizerError for damaged or inconsistent values, UnsupportedError for kinds and split rules we do not know.
@@ -219,7 +226,6 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any], cache_dir: str | os.PathLi
         )
     prefix = "tokenizer.ggml."
     pieces = get_strings(metadata, prefix + "tokens", MAX_TOKENS)
-    ids = index_pieces(pieces, prefix + "tokens")
     size = len(pieces)
     types = get_numbers(metadata, prefix + "token_type", size, "iu")
     if types is None:
@@ -227,17 +233,19 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any], cache_dir: str | os.PathLi
     if not ((types >= 0) & (types <= BYTE)).all():
         first = int(np.flatnonzero((types < 0) | (types > BYTE))[0])
         raise bad(f"{prefix}token_type[{first}]", int(types[first]), "token types run from 1 to 6")
+    ids: Mapping[str, int] | SentencePieces
     if kind == "llama":
         scores = get_numbers(metadata, prefix + "scores", size, "iuf")
         if scores is None:
             raise bad(prefix + "scores", None, "the key is required for this kind")
-        vocabulary = _metaspace_bpe(pieces, ids, types, scores, cache_dir)
+        vocabulary, ids = _metaspace_bpe(pieces, types, scores, prefix + "tokens")
         default_ids: tuple[int | None, ...] = (1, 2, 0)
         add_space, add_bos = get_bool(metadata, prefix + "add_space_prefix", True), True
         vocabulary.space_prefix, vocabulary.strips_space = ("added" if add_space else "never"), add_space
     else:
         rule = find_rule(metadata.get(prefix + "pre"))
-        vocabulary = _byte_level_bpe(pieces, ids, get_strings(metadata, prefix + "merges", MAX_MERGES), rule, types)
+        ids = table = index_pieces(pieces, prefix + "tokens")
+        vocabulary = _byte_level_bpe(pieces, table, get_strings(metadata, prefix + "merges", MAX_MERGES), rule, types)
         add_bos, default_ids = rule.add_bos, (None, None, None)
     named = {name: get_id(metadata, f"{prefix}{name}_token_id", size) for name in ("bos", "eos", "eot", "eom", "unknown")}
     for name, default in zip(("bos", "eos", "unknown"), default_ids, strict=True):
@@ -267,7 +275,8 @@ def _added_by_type(pieces: Sequence[str], types: np.ndarray) -> tuple[list[Added
     return added, frozenset(special)
 
 
-def _byte_level_bpe(pieces: list[str], ids: dict[str, int], merges: list[str], rule: PreRule, types: np.ndarray) -> Vocabulary:
+def _byte_level_bpe(pieces: Sequence[str], ids: dict[str, int], merges: Sequence[str], rule: PreRule, types: np.ndarray) -> Vocabulary:
+    merges = list(merges)
     cuts = [merge.find(" ", 1) for merge in merges]  # a piece may begin with a blank, a byte-level piece never holds one inside
     lefts = [merge[:cut] for merge, cut in zip(merges, cuts, strict=True)]
     rights = [merge[cut + 1 :] for merge, cut in zip(merges, cuts, strict=True)]
@@ -303,10 +312,12 @@ def _is_merge(merge: str, ids: Mapping[str, int]) -> bool:
 # SentencePiece -------------------------------------------------------------------------------------------------------------
 
 
-def _metaspace_bpe(
-    pieces: list[str], ids: dict[str, int], types: np.ndarray, scores: np.ndarray, cache_dir: str | os.PathLike[str] | None
-) -> Vocabulary:
-    """SentencePiece BPE: of all neighbouring pairs whose union is a piece, the one of best score is merged first."""
+def _metaspace_bpe(pieces: Sequence[str], types: np.ndarray, scores: np.ndarray, key: str) -> tuple[Vocabulary, SentencePieces]:
+    """SentencePiece BPE: of all neighbouring pairs whose union is a piece, the one of best score is merged first. Pieces that are no text take no
+    part in it. The second result finds ids by their piece. key: what names the pieces in an error."""
+    pieces = Pieces(pieces)
+    if len(pieces.block) >= MAX_BYTES:
+        raise bad(key, len(pieces.block), f"all pieces together have less than {MAX_BYTES:,} bytes")
     byte_ids = {}
     for index in np.flatnonzero(types == BYTE).tolist():
         match = BYTE_PIECE.match(pieces[index])
@@ -314,84 +325,18 @@ def _metaspace_bpe(
             raise bad(f"tokens[{index}]", pieces[index], "a byte token is written <0x00> to <0xFF>")
         byte_ids[index] = int(match[1], 16)
     unknown = next(iter(np.flatnonzero(types == UNKNOWN).tolist()), None)
-    merges = _cached_merges(pieces, ids, types, scores, cache_dir)
-    lefts, rights = (map(pieces.__getitem__, merges[:, side].tolist()) for side in (0, 1))  # half a million lists of two would keep the collector busy
-    model = guarded(
-        lambda: models.BPE(
-            ids,
-            list(zip(lefts, rights, strict=True)),
-            unk_token=None if unknown is None else pieces[unknown],
-            fuse_unk=True,
-            byte_fallback=bool(byte_ids),
-        ),
-        "the pieces cannot be used",
-    )
-    library = tokenizers.Tokenizer(model)
-    library.normalizer = normalizers.Replace(" ", "▁")
+    places = np.empty(len(pieces), np.int32)
+    places[np.argsort(-scores.astype(np.float64), kind="stable")] = np.arange(len(pieces), dtype=np.int32)
+    places[(types != NORMAL) & (types != UNUSED) & (types != 0)] = -1
+    merging = SentencePieces(pieces, places, bool(byte_ids), unknown)
+    if merging.doubled is not None:
+        raise _doubled(key, *merging.doubled, pieces[merging.doubled[0]])
     added, special = _added_by_type(pieces, types)
-    return Vocabulary(pieces, library, False, added, special, byte_ids=byte_ids, unk_id=unknown, escaped=True)
-
-
-def _find_merges(pieces: Sequence[str], ids: Mapping[str, int], types: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """All (left id, right id) whose union is a piece, best score first: [merges, 2] int32. Special pieces take no part."""
-    mergeable = ((types == NORMAL) | (types == UNUSED) | (types == 0)).tolist()
-    parts = {piece: index for piece, index in ids.items() if mergeable[index]}
-    best_first = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
-    merges: list[tuple[int, int]] = []
-    for index in best_first:
-        piece = pieces[index]
-        if not mergeable[index]:
-            continue
-        for cut in range(1, len(piece)):
-            left = parts.get(piece[:cut])
-            if left is not None:
-                right = parts.get(piece[cut:])
-                if right is not None:
-                    merges.append((left, right))
-        if len(merges) > MAX_MERGES:
-            raise bad("tokens", len(merges), f"the pieces give more than {MAX_MERGES:,} merges")
-    return np.array(merges, np.int32).reshape(-1, 2)
-
-
-def _cached_merges(
-    pieces: Sequence[str],
-    ids: Mapping[str, int],
-    types: np.ndarray,
-    scores: np.ndarray,
-    cache_dir: str | os.PathLike[str] | None,
-) -> np.ndarray:
-    """`_find_merges` through a cache file named by the content's hash; a cache that cannot be used is no error.
-
-    Finding them takes longer than everything else for large vocabularies (Gemma: 262,144 pieces, 513,511 merges).
-    """
-    if cache_dir is None:
-        return _find_merges(pieces, ids, types, scores)
-    digest = hashlib.sha256(f"fastllm merges {CACHE_VERSION} {len(pieces)}".encode())
-    digest.update("\0".join(pieces).encode("utf-8", "surrogatepass"))
-    digest.update(types.astype("<i4").tobytes() + scores.astype("<f8").tobytes())
-    path = Path(cache_dir) / f"merges-{digest.hexdigest()}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        merges = np.load(path, allow_pickle=False)
-        fits = merges.dtype == np.int32 and merges.ndim == 2 and merges.shape[1] == 2 and len(merges) <= MAX_MERGES
-        if fits and (len(merges) == 0 or (merges.min() >= 0 and merges.max() < len(pieces))):
-            return merges
-    merges = _find_merges(pieces, ids, types, scores)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=path.name + ".part-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.save(file, merges, allow_pickle=False)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-    return merges
+    return Vocabulary(pieces, merging, False, added, special, byte_ids=byte_ids, unk_id=unknown, escaped=True), merging
 
 
 def read_sentencepiece_vocabulary(
-    data: bytes, config: Mapping[str, Any] | None = None, cache_dir: str | os.PathLike[str] | None = None
+    data: bytes, config: Mapping[str, Any] | None = None
 ) -> Vocabulary:
     """The vocabulary of a `tokenizer.model`; config: the folder's tokenizer_config.json (BOS and EOS rules, added tokens)."""
     config = config or {}
@@ -399,22 +344,14 @@ def read_sentencepiece_vocabulary(
     pieces, types = list(model.pieces), np.array(model.types, np.int32)
     _add_configured(pieces, types_list := types.tolist(), model.scores, config)
     types, scores = np.array(types_list, np.int32), np.array(model.scores, np.float64)
-    ids, size = index_pieces(pieces, "pieces"), len(pieces)
+    size = len(pieces)
     if not model.escape_whitespaces:
         raise UnsupportedError("tokenizer.model keeps blanks unescaped, which is not supported.", who="tokenizer.model")
+    ids: Mapping[str, int] | SentencePieces
     if model.unigram:
-        byte_ids = {i: int(pieces[i][3:5], 16) for i in np.flatnonzero(types == BYTE).tolist() if BYTE_PIECE.match(pieces[i])}
-        if not 0 <= model.unk_id < len(model.types):
-            raise bad("unk_id", model.unk_id, f"token ids run from 0 to {size - 1:,}")
-        # Control pieces never come out of text: here they are spelt with a code point that is no character.
-        hidden = (UNKNOWN, CONTROL)
-        spelt = [f"\ufdd0{i}" if kind in hidden else piece for i, (piece, kind) in enumerate(zip(pieces, types, strict=True))]
-        entries = list(zip(spelt, scores.tolist(), strict=True))
-        unigram = guarded(lambda: models.Unigram(entries, model.unk_id, byte_fallback=bool(byte_ids)), "the pieces cannot be used")
-        added, special = _added_by_type(pieces, types)
-        vocabulary = Vocabulary(pieces, tokenizers.Tokenizer(unigram), False, added, special, byte_ids=byte_ids, escaped=True)
+        vocabulary, ids = _unigram(model, pieces, types, scores)
     else:
-        vocabulary = _metaspace_bpe(pieces, ids, types, scores, cache_dir)
+        vocabulary, ids = _metaspace_bpe(pieces, types, scores, "pieces")
     # SentencePiece looks for user-defined pieces in text whose blanks are escaped: one spelt with a blank never occurs.
     vocabulary.added = [added for added in vocabulary.added if added.control or " " not in added.text]
     table: list[Any] = []
@@ -424,13 +361,14 @@ def read_sentencepiece_vocabulary(
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", "▁"))
+    library = vocabulary.library
     vocabulary.strips_space = model.add_dummy_prefix
     if model.remove_extra_whitespaces and model.add_dummy_prefix:
         steps.append(normalizers.Prepend("▁"))  # after the trimming, which would remove a blank put there by us
-        vocabulary.tail = _without_prefix(vocabulary.library.model, [*table, normalizers.Replace(" ", "▁")])
+        vocabulary.tail = lambda: _normalized(library, [*table, normalizers.Replace(" ", "▁")])  # behind a marker no blank is put in front
     elif model.add_dummy_prefix:
         vocabulary.space_prefix = "control"
-    vocabulary.library.normalizer = normalizers.Sequence(steps)
+    vocabulary.library = _normalized(library, steps)
     vocabulary.bos_id = model.bos_id if 0 <= model.bos_id < size else None
     vocabulary.eos_id = model.eos_id if 0 <= model.eos_id < size else None
     vocabulary.unk_id = model.unk_id
@@ -443,15 +381,29 @@ def read_sentencepiece_vocabulary(
     return vocabulary
 
 
-def _without_prefix(model: Any, steps: list[Any]) -> Callable[[], tokenizers.Tokenizer]:
-    """For text behind a marker: the same pieces, no blank put in front."""
+def _unigram(model: SentencePieceModel, pieces: list[str], types: np.ndarray, scores: np.ndarray) -> tuple[Vocabulary, dict[str, int]]:
+    """SentencePiece's unigram model, merged by the library; and ids by their piece."""
+    ids = index_pieces(pieces, "pieces")
+    byte_ids = {i: int(pieces[i][3:5], 16) for i in np.flatnonzero(types == BYTE).tolist() if BYTE_PIECE.match(pieces[i])}
+    if not 0 <= model.unk_id < len(model.types):
+        raise bad("unk_id", model.unk_id, f"token ids run from 0 to {len(pieces) - 1:,}")
+    # Control pieces never come out of text: here they are spelt with a code point that is no character.
+    hidden = (UNKNOWN, CONTROL)
+    spelt = [f"\ufdd0{i}" if kind in hidden else piece for i, (piece, kind) in enumerate(zip(pieces, types, strict=True))]
+    entries = list(zip(spelt, scores.tolist(), strict=True))
+    unigram = guarded(lambda: models.Unigram(entries, model.unk_id, byte_fallback=bool(byte_ids)), "the pieces cannot be used")
+    added, special = _added_by_type(pieces, types)
+    return Vocabulary(pieces, tokenizers.Tokenizer(unigram), False, added, special, byte_ids=byte_ids, escaped=True), ids
 
-    def build() -> tokenizers.Tokenizer:
-        library = tokenizers.Tokenizer(model)
-        library.normalizer = normalizers.Sequence(steps)
-        return library
 
-    return build
+def _normalized(library: tokenizers.Tokenizer | SentencePieces, steps: list[Any]) -> tokenizers.Tokenizer | SentencePieces:
+    """The same pieces behind these steps, one after the other."""
+    sequence = normalizers.Sequence(steps)
+    if isinstance(library, SentencePieces):
+        return library.normalized_by(sequence.normalize_str)
+    made = tokenizers.Tokenizer(library.model)
+    made.normalizer = sequence
+    return made
 
 
 def _add_configured(pieces: list[str], types: list[int], scores: list[float], config: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +74,28 @@ def test_the_tokenizer_of_an_older_file_is_that_of_a_new_one() -> None:
 
 def test_strings_outside_of_the_data_are_refused() -> None:
     data = np.frombuffer((1).to_bytes(8, "little") + b"x", np.uint8)
-    assert read_strings(data, 0, 9, 1) == (["x"], 9)
-    assert read_strings(data, 0, 9, 2) == (["x"], 9)
-    assert read_strings(data, 0, 8, 1) == ([], 0)
+    for end, count, texts, behind in ((9, 1, ["x"], 9), (9, 2, ["x"], 9), (8, 1, [], 0), (9, 0, [], 0)):
+        found, pos = read_strings(data, 0, end, count)
+        assert (list(found), pos) == (texts, behind)
     for pos, end in ((-1, 9), (0, 10), (9, 8)):
         with pytest.raises(ValueError, match="bytes"):
             read_strings(data, pos, end, 1)
+
+
+def test_texts_are_made_when_they_are_asked_for() -> None:
+    texts = ["a", "", "é日", "\0", "last"]
+    data = b"".join(len(raw := text.encode()).to_bytes(8, "little") + raw for text in texts)
+    strings, pos = read_strings(np.frombuffer(data, np.uint8), 0, len(data), len(texts))
+    assert isinstance(strings, Sequence)
+    assert (pos, len(strings), list(strings)) == (len(data), len(texts), texts)
+    assert (strings[2], strings[-1], strings[1:3]) == (texts[2], texts[-1], texts[1:3])
+    with pytest.raises(IndexError):
+        strings[len(texts)]
+    block, ends = strings.utf8()
+    assert (block, np.frombuffer(ends, np.int64).tolist()) == ("".join(texts).encode(), [0, 1, 1, 6, 7, 11])
+    for bad in (b"\xff", b"ok" * 5 + b"\xed\xa0\x80", b"\xc0\x80"):
+        found, pos = read_strings(np.frombuffer(data + len(bad).to_bytes(8, "little") + bad, np.uint8), 0, len(data) + 8 + len(bad), 6)
+        assert (list(found), pos) == (texts, len(data))
 
 
 def test_a_model_whose_tokenizer_is_made_forgets_the_vocabulary(tmp_path: Path) -> None:

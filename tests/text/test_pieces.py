@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from fastllm.text.pieces import Pieces
@@ -18,6 +19,16 @@ def test_pieces_are_those_of_the_list():
     assert (pieces[-1], pieces[2:5]) == (TEXTS[-1], TEXTS[2:5])
     with pytest.raises(IndexError):
         pieces[len(TEXTS)]
+
+
+def test_a_block_is_taken_over_as_it_is():
+    class Block(list):
+        def utf8(self):
+            return b"ab\xc3\xa9", np.array([0, 1, 1, 4], np.int64).tobytes()
+
+    pieces = Pieces(Block())
+    assert (list(pieces), pieces[2], len(pieces)) == (["a", "", "bé"], "bé", 3)
+    assert Pieces(pieces).block is pieces.block
 
 
 def test_the_number_of_a_text_is_that_of_the_last_piece_that_is_it():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import numpy as np
@@ -139,30 +138,3 @@ def test_a_length_beyond_the_file_is_refused_before_anything_is_read():
         Tokenizer.from_sentencepiece(b"\x0a\xff\xff\xff\xff\x7f")
     with pytest.raises(TokenizerError, match="64 bits"):
         Tokenizer.from_sentencepiece(b"\xff" * 12)
-
-
-# cache -----------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cache_changes_nothing_and_a_bad_one_is_made_again(llama_metadata, tmp_path, reference_ids):
-    plain = Tokenizer.from_gguf(llama_metadata())
-    texts = reference_ids["texts"]
-    wanted = [plain.encode(t, add_special=True, parse_special=False) for t in texts]
-    for state in ("empty", "full", "cut", "garbage"):
-        tokenizer = Tokenizer.from_gguf(llama_metadata(), cache_dir=tmp_path / "cache")
-        assert [tokenizer.encode(t, add_special=True, parse_special=False) for t in texts] == wanted, state
-        (file,) = (tmp_path / "cache").iterdir()
-        if state == "full":
-            file.write_bytes(file.read_bytes()[:100])
-        elif state == "cut":
-            with file.open("wb") as handle:
-                np.save(handle, np.array([[10**6, 3]], np.int32))
-    scores = llama_metadata()["tokenizer.ggml.scores"]
-    Tokenizer.from_gguf(llama_metadata(scores=[*scores[:-1], scores[-1] - 1]), cache_dir=tmp_path / "cache")
-    assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_a_cache_folder_that_cannot_be_written_is_no_error(llama_metadata, tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert Tokenizer.from_gguf(llama_metadata(), cache_dir=tmp_path / "file" / "below").vocab_size
-    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,13 @@
+"""Types of `_pieces.pyx`, for the type checker; the docstrings are there."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PieceTable"]
+
+class PieceTable:
+    @property
+    def doubled(self) -> tuple[int, int] | None: ...
+    def __init__(self, block: bytes, ends: NDArray[np.int32], places: NDArray[np.int32], spells_bytes: bool, unknown: int, seed: int) -> None: ...
+    def find(self, text: str) -> int: ...
+    def encode(self, text: str) -> tuple[list[int], list[int]]: ...
