@@ -89,13 +89,13 @@ def main() -> None:
     from .constraints import Trial
     from .kinds import prepare
 
+    trial = Trial(lambda: _trial_compiler(kitchen))
     with socket.socket(fileno=int(sys.argv[1])) as stream:
         try:
             size, _ = HEAD.unpack(_receive(stream, HEAD.size))
             kitchen = _open(json.loads(_receive(stream, size)))
-            trial = Trial(lambda: _trial_compiler(kitchen))
             _answer(stream, {})
-            while True:
+            while not trial.spent:
                 size, length = HEAD.unpack(_receive(stream, HEAD.size))
                 kind = json.loads(_receive(stream, size))["kind"]
                 body = _receive(stream, length)
@@ -113,10 +113,10 @@ def main() -> None:
                     header = {"ok": header}
                 del body
                 _answer(stream, {**header, "last": trial.spent}, data)
-                if trial.spent:
-                    os._exit(0)  # a thread that reads a grammar would be waited for
         except (EOFError, ConnectionError):
-            return
+            pass
+        if trial.spent:
+            os._exit(0)  # else the thread that still reads a grammar would be waited for
 
 
 if __name__ == "__main__":
