@@ -104,10 +104,12 @@ class Matcher:
         if self._coming:
             self._wait()  # the library's matcher is not for two threads
         given, self._ready = self._ready, None
-        forced = bool(self._must) and self._must.popleft() == token_id
-        if not forced:
-            self._must.clear()
-        self._looked = bool(self._must)
+        forced = self._looked = False
+        if self._must:
+            forced = self._must.popleft() == token_id
+            if not forced:
+                self._must.clear()
+            self._looked = bool(self._must)
         self._unmasked += 1
         self._undecided, self._needed = (self._undecided + 1 if self._needed else 0), False
         started = time.perf_counter()
