@@ -253,14 +253,17 @@ def attention(
     sequence: Sequence, numerics: Numerics, *, scale: float, mask: str = "causal", chunk: int = 0, window: int = 0, softcap: float = 0.0,
     sinks: Array | None = None, slopes: Array | None = None, value_dim: int = 0, **_: object,
 ) -> Expected:  # fmt: skip
-    """Bound of a row: errors of the scores weighted by the softmax, plus the sum over the values."""
+    """Bound of a row: errors of the scores weighted by the softmax, plus the sum over the values. Slack: codes of keys and values
+    at an edge."""
     u, acc = U["f32"], U[numerics.acc]
     q = round_to(sequence.query, numerics.act)
     (keys, key_slack), (values, value_slack) = cached(sequence.keys, numerics.weight), cached(sequence.values, numerics.weight)
     if value_dim:  # values are the first elements of keys, as these are stored
         values, value_slack = keys[..., :value_dim], key_slack[..., :value_dim]
+    key_own, own = (np.minimum(s, 4 * u * np.abs(x) + TINY) for s, x in ((key_slack, keys), (value_slack, values)))  # of the scale
+    key_edge, edge = key_slack - key_own, value_slack - own  # what a code at an edge may choose
     heads, group, d = q.shape[1], q.shape[1] // max(keys.shape[1], 1), q.shape[2]
-    y, bound = np.zeros((*q.shape[:2], values.shape[2])), np.full((*q.shape[:2], values.shape[2]), TINY)
+    y, bound, slack = (np.full((*q.shape[:2], values.shape[2]), least) for least in (0.0, TINY, 0.0))
     for t, position in enumerate(sequence.positions.tolist()):
         seen = oracle.visible(position, len(keys), mask, chunk, window, sequence.prefix_len)
         if not seen.any():
@@ -271,7 +274,7 @@ def attention(
             sink, slope = (None if a is None else float(a[h]) for a in (sinks, slopes))
             y[t, h], s = oracle.attention_row(q[t, h], k, v, position, seen, scale=scale, softcap=softcap, sink=sink, slope=slope)
             size = np.abs(k[seen]) @ np.abs(q[t, h])
-            stored = key_slack[seen, h // group] @ np.abs(q[t, h])
+            stored, chosen = (part[seen, h // group] @ np.abs(q[t, h]) for part in (key_own, key_edge))
             top = s.max() if sink is None else max(s.max(), sink)
             r = abs(scale) * (L * math.sqrt(d) * acc * size + stored) + 2 * u * np.abs(s) + u * (2 * np.abs(s - top) + 4)
             if softcap:
@@ -281,12 +284,13 @@ def attention(
             p = np.exp(s - top)
             total = p.sum() + (0.0 if sink is None else math.exp(sink - top))
             p, rest = p / total, 0.0 if sink is None else math.exp(sink - top) / total * u * (2 * abs(sink - top) + 4)
-            a = np.abs(v[seen])
+            a = np.abs(v[seen]) + edge[seen, h // group]
             shared = (p * r).sum() + rest
-            b = (p * (r + shared)) @ a + p @ value_slack[seen, h // group] + L * math.sqrt(len(s)) * acc * (p @ a) + u * np.abs(y[t, h]) + TINY
+            b = (p * (r + shared)) @ a + p @ own[seen, h // group] + L * math.sqrt(len(s)) * acc * (p @ a) + u * np.abs(y[t, h]) + TINY
             if numerics.prob is not None:
                 b = b + 4 * U[numerics.prob] * np.sqrt(((p[:, None] * a) ** 2).sum(0))
                 if numerics.prob == "f16":
                     b = b + 4 * math.sqrt(len(s)) * 2.0**-25 * p.max() * a.max()
-            bound[t, h] = b
-    return Expected(y, bound)
+            chosen = abs(scale) * chosen
+            bound[t, h], slack[t, h] = b, (p * (chosen + (p * chosen).sum())) @ a + p @ edge[seen, h // group]
+    return Expected(y, bound, slack=slack)

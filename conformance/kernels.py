@@ -308,10 +308,10 @@ def _stored(x: Array, dtype: str | None) -> Array:
     if dtype != "int8":
         return x
     out = np.empty_like(x)
-    for at in range(0, x.shape[-1], 64):
-        part = x[:, at : at + 64]
+    for at in range(0, x.shape[-1], GROUP):
+        part = x[:, at : at + GROUP]
         scale = np.where(np.isfinite(part).all(-1), np.abs(part).max(-1) / F32(127), F32(np.nan))[:, None]
-        out[:, at : at + 64] = scale * np.rint(part * np.where(scale > 0, 1 / scale, F32(0)))
+        out[:, at : at + GROUP] = scale * np.rint(part * np.where(scale > 0, 1 / scale, F32(0)))
     return out
 
 

@@ -149,7 +149,8 @@ class Paged:
             one = bounds.Sequence(query, positions[s], self.keys[s], values, setup.prefix[s] if setup.prefix else 0)
             sinks, slopes = (self.sinks() if setup.sinks else None), (self.slopes() if setup.slopes else None)
             parts.append(bounds.attention(one, ran.numerics, sinks=sinks, slopes=slopes, **attrs))
-        return Expected(np.concatenate([p.y for p in parts]), np.concatenate([p.bound for p in parts]))
+        y, bound, slack = (np.concatenate([getattr(p, name) for p in parts]) for name in ("y", "bound", "slack"))
+        return Expected(y, bound, slack=slack)
 
 
 @contextmanager
