@@ -297,7 +297,7 @@ def _fit(
                 f"{definition.architecture} model with a context of {wanted:,} tokens does not fit in memory",
                 why=f"weights {_mib(weights)} + activations {_mib(fixed - weights)} + cache "
                 f"{_mib(-(-wanted // size) * block_bytes)} + reserve {_mib(room.reserve)} > {room.text}",
-                fix=f"--ctx {context}" if context >= MIN_CONTEXT else "use a smaller model or quantisation",
+                fix=f"--ctx {context}" if context >= MIN_CONTEXT else f"{room.more}, or use a smaller model or quantisation",
                 requested=fixed + -(-wanted // size) * block_bytes,
                 free=available,
                 kind="plan",
@@ -330,12 +330,13 @@ def _fit(
 
 @dataclass(frozen=True)
 class _Room:
-    """Memory that may be planned. reserve: what is left of it for everything else; text: what it is, for people; taken: bytes of the plan that are
-    taken off already, so that they need no room."""
+    """Memory that may be planned. reserve: what is left of it for everything else; text: what it is, and more: how to have more of it, for people;
+    taken: bytes of the plan that are taken off already, so that they need no room."""
 
     nbytes: int
     reserve: int
     text: str
+    more: str
     taken: int = 0
 
 
@@ -344,9 +345,9 @@ def _room(available: int | None, addresses: int | None, mapped: int) -> _Room | 
     that are used from the file: they have their addresses since it was opened, and come into memory only when they are read."""
     rooms = []
     if available is not None:
-        rooms.append(_Room(int(available * MEMORY_SHARE), RESERVE_BYTES, f"{MEMORY_SHARE:.0%} of {_mib(available)} available"))
+        rooms.append(_Room(int(available * MEMORY_SHARE), RESERVE_BYTES, f"{MEMORY_SHARE:.0%} of {_mib(available)} available", "free memory, raise the limit of the container"))
     if addresses is not None:
-        rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)", mapped))
+        rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)", "raise that limit", mapped))
     return min(rooms, key=lambda room: room.nbytes - room.reserve + room.taken, default=None)
 
 

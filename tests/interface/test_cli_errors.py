@@ -286,6 +286,15 @@ def test_a_context_beyond_the_memory_is_refused_with_the_sum(refused, folder, mo
     assert error["requested"] > 0.8 * error["free"] - (256 << 20)
 
 
+@pytest.mark.parametrize(("free", "addresses", "fix"), [(200, None, "raise the limit of the container, or use a smaller model"), (4000, 100, "raise that limit, or use a smaller model")])
+def test_a_model_that_never_fits_names_the_limit_that_is_in_the_way(refused, folder, monkeypatch, free, addresses, fix):
+    import fastllm.loading
+
+    monkeypatch.setattr(fastllm.loading, "available_memory", lambda: free << 20)
+    monkeypatch.setattr(fastllm.loading, "address_space", lambda: None if addresses is None else addresses << 20)
+    refused(folder, 1, "does not fit in memory", fix, "ulimit -v" if addresses else "available", args=RUN)
+
+
 # downloads ---------------------------------------------------------------------------------------------------------------
 
 
