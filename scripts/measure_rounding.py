@@ -1,4 +1,4 @@
-"""What rounded activations and an int8 cache change in the perplexity of the two real models, as they are stored and in our own formats.
+"""What rounded activations and an int8 cache change in the perplexity of the two real models, as they are stored and in other formats.
 
 A file is evaluated with f32 activations and an f16 cache, then with either rounded, and some with both. The text is of this repository, cut in
 windows of 512 tokens, each behind the tokens that the model's tokenizer puts in front of every text (BOS for Gemma, nothing for SmolLM2: a
@@ -25,7 +25,7 @@ from fastllm.formats.quant_rules import QuantRules
 from fastllm.loading import LoadOptions, open_text
 
 TEXT = ROOT / "tests" / "models" / "data" / "perplexity.txt"
-DTYPES = ("stored", "int4g128", "int8")
+DTYPES = ("stored", "int4g128", "int8", "q8_0")
 CACHED = ("stored", "int8")
 """Where the cache is rounded, too: what that costs has little to do with the format of the weights."""
 WINDOW, WINDOWS = 512, 35
