@@ -81,12 +81,13 @@ def backends() -> str:
     lines = []
     for r in rows("backends"):
         if r["value"] is None:
-            lines.append((r["model"], r["engine"], results.cell_name(r), r["reason"].replace("|", "/"), "–", "–"))
+            lines.append((r["model"], r["engine"], results.cell_name(r), r["reason"].replace("|", "/"), "–", "–", "–"))
             continue
-        lines.append((r["model"], r["engine"], results.cell_name(r), results.spread(r["value"]), results.spread(r["ours"]), results.spread(r["ratio"], percent=True)))
+        speeds = results.spread(r["value"]), results.spread(r["ours"]), results.spread(r["ratio"], percent=True)
+        lines.append((r["model"], r["engine"], results.cell_name(r), *speeds, f"{r['others']:.1f}"))
     if not lines:
         return "No rows yet: `python -m benchmarks backends` makes them."
-    return _table(("model", "backend", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it"), lines)
+    return _table(("model", "backend", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it", "cores that others took"), lines)
 
 
 def containers() -> str:

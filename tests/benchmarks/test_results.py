@@ -130,7 +130,7 @@ def test_a_backend_of_ours_is_measured_in_turns_with_cpu_avx_and_shown_as_its_sh
     assert (name, found, row.value.median, cpu.median, row.ratio.median) == ("opencl_generic", {"version": "7"}, 2.5, 10, 0.25)
     stored = results.record("backends", "smollm2", name, found, row, cpu)
     monkeypatch.setattr(tables, "rows", lambda suite: [stored] if suite == "backends" else [])
-    assert tables.backends().endswith("| smollm2 | opencl_generic | decode, context 0 | 2.5 | 10 | 25 % |")
+    assert tables.backends().endswith("| smollm2 | opencl_generic | decode, context 0 | 2.5 | 10 | 25 % | 0.0 |")
     assert "| cpu_avx 10 | 0.25 × |" in results.table([stored])
     [(_, _, refused, none)] = peers.backend_rows("smollm2", ["nothing"], ["decode:0"], 1, 2)
     assert (refused.cell, bool(refused.reason), none) == ("decode", True, None)
