@@ -93,7 +93,7 @@ cdef extern from "_held.h" nogil:
         FL_ASK
     ctypedef struct fl_held:
         int free, likeliest
-        int64_t count, only
+        int64_t only
 
     int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, fl_held *held, int32_t *ids)
     int fl_held_more(const float *logits, int64_t n, const fl_sampler *sampler, int64_t r, fl_held *held)

@@ -5,7 +5,7 @@ cache and the executor, so none of them has a lock. A step is: take the inbox, s
 arrived meanwhile frees its blocks now), then hand out tokens. Without work the thread sleeps on a condition.
 
 What fails, fails alone: a bad request at `submit`, non-finite logits or an exception of `on_event` with that request, an exception
-of a step with the requests of that step. The third failed step in a row makes the engine unhealthy: everything fails, and nothing
+of a step, of whatever class, with the requests of that step. The third failed step in a row makes the engine unhealthy: everything fails, and nothing
 more is taken, so that a supervisor can start it anew.
 
 A token is a function of the logits and of u = uniform(seed, stream, position): the same request gives the same tokens whatever
@@ -311,7 +311,7 @@ class Engine:
             ids = [] if result.ids is None else result.ids.tolist()
             if len(ids) != len(batch.sample_rows):
                 raise EngineError(f"a step sampled {len(batch.sample_rows)} rows and the executor returned {len(ids)} ids")
-        except Exception as error:
+        except BaseException as error:  # no signal is raised in this thread: also an exit is the backend's, and the matter of this step
             self._step_failed(step, error)
             return
         self._steps += 1
@@ -350,7 +350,7 @@ class Engine:
         try:
             for slot, snapshot in kept:
                 self._runner.keep_state(slot, snapshot)
-        except Exception as error:
+        except BaseException as error:  # as above
             for part in step.slices:
                 if part.sequence.blocks is not None:
                     self._blocks.forget(part.sequence.blocks)
@@ -456,7 +456,7 @@ class Engine:
             error = _typed(error, f"request '{job.handle.request_id}' failed: {_told(error)}")
         self._end_job(job, error)
 
-    def _step_failed(self, step: ScheduledStep, error: Exception) -> None:
+    def _step_failed(self, step: ScheduledStep, error: BaseException) -> None:
         """Fails the step's requests; the third time in a row, all requests."""
         self._failures += 1
         self._progress_at = time.monotonic()
@@ -500,9 +500,8 @@ class Engine:
         self._announce()
         try:
             self._runner.close()
-        except Exception as error:
-            known = isinstance(error, FastLLMError)
-            self._close_error = error if known else _typed(error, f"closing the model failed: {_told(error)}")
+        except BaseException as error:  # as of a step
+            self._close_error = error if isinstance(error, FastLLMError) else _typed(error, f"closing the model failed: {_told(error)}")
 
 
 def _told(error: BaseException) -> str:

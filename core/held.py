@@ -2,7 +2,8 @@
 
 A mask is a walk of a grammar through the whole vocabulary, and mostly one token of it is wanted: the likeliest. So where a constraint has
 `check`, the sampler asks for single tokens, the likeliest first (`_held.h` says why that gives the token of the mask, bit for bit); a mask is
-asked for where that does not decide. Nothing is computed beside the step, where it would take the cores from the model.
+asked for where that does not decide. Nothing is computed beside the step here, where it would take the cores from the model; only a grammar whose slow masks
+are asked for token after token begins the next one by itself (`text.matcher`).
 
 Called by the engine, in its thread; the executor calls `choose` when the logits are there.
 """

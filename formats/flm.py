@@ -14,6 +14,7 @@ the manifest also lists names and shapes of the tensors that were in the source 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -150,7 +151,8 @@ def write_flm(
             out.flush()
             os.fsync(out.fileno())
             if hasattr(os, "posix_fadvise"):  # written pages are small ones: whoever reads it first brings large ones in (in_large_pages)
-                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                with contextlib.suppress(OSError):  # advice: the file is whole without it
+                    os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         part.replace(path)
         _sync_folder(folder)
         return total

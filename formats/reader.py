@@ -137,7 +137,7 @@ class MappedFile:
 
     def in_large_pages(self) -> None:
         """Asks that what is read into the page cache from now on lies in pages of 2 MB, for parts that are read again and again where they are mapped: translating
-        addresses in 4 KB pages takes 4 % of such a read. File systems with large folios do it (Linux: xfs, btrfs, ext4 from 6.16 on), for
+        addresses in 4 KB pages takes about 7 % of such a read. File systems with large folios do it (Linux: xfs, ext4 from 6.16 on), for
         every process that maps the file; what the cache holds already stays as it is."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a system without them

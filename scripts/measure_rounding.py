@@ -35,6 +35,13 @@ NAME = "python scripts/measure_rounding.py --write"
 BEGIN, END = f"<!-- measured: {NAME} -->\n", "<!-- end measured rounding -->"
 
 
+def whole_windows(count: int, step: int, wanted: int) -> range:
+    """Where the wanted windows of so many tokens begin. Raises SystemExit where the text has fewer: a row of fewer would say that it has all."""
+    if count < wanted * step:
+        raise SystemExit(f"{TEXT.name} has {count // step} windows of {step} tokens with this tokenizer; {wanted} are wanted")
+    return range(0, wanted * step, step)
+
+
 def likelihoods(path: Path, text: str, windows: int, options: dict[str, str]) -> np.ndarray:
     """Log-likelihood of every token of the first windows of a text that has one before it in its window, f64."""
     found = []
@@ -44,7 +51,7 @@ def likelihoods(path: Path, text: str, windows: int, options: dict[str, str]) ->
         ids, step = tokenizer.encode(text, add_special=False, parse_special=False), WINDOW - len(first)
         model = Model(files, "cpu_avx", options, WINDOW)
         try:
-            for start in range(0, windows * step, step):
+            for start in whole_windows(len(ids), step, windows):
                 window = first + ids[start : start + step]
                 for row, token in zip(model.logits(window[:-1]), window[1:], strict=True):
                     top = row.max()

@@ -120,7 +120,7 @@ class Matcher:
         if self._matcher.is_stopped():
             return True
         self._slow = SLOW_FOR if time.perf_counter() - started > SLOW_S else max(self._slow - 1, 0)
-        if self._slow or (self._undecided >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S):
+        if not self._must and (self._slow or (self._undecided >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S)):
             self.ahead()
         elif not self._looked:
             self._forced()

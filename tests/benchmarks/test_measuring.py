@@ -47,6 +47,18 @@ def test_masks_can_be_measured_in_few_rounds(monkeypatch, capsys):
     assert "--rounds must be at least 1" in capsys.readouterr().err
 
 
+def test_a_text_with_too_few_windows_is_not_measured_in_silence(monkeypatch):
+    folder = Path(__file__).parents[2] / "scripts"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "measure_accuracy", raising=False)
+    spec = importlib.util.spec_from_file_location("measure_rounding", folder / "measure_rounding.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert list(script.whole_windows(1024, 512, 2)) == [0, 512]
+    with pytest.raises(SystemExit, match="has 1 windows of 512 tokens with this tokenizer; 2 are wanted"):
+        script.whole_windows(1023, 512, 2)
+
+
 @pytest.fixture(scope="module")
 def bench(tiny):
     loaded = load_model(tiny, LoadOptions(threads=1, ctx=256, max_batch_size=4, kv_cache_tokens=2048))

@@ -36,7 +36,7 @@ def test_a_thread_that_cannot_start_is_an_error_of_ours(monkeypatch):
         Engine(FakeRunner())
 
 
-def fail_steps(which: set[int], error: Exception) -> Callable:
+def fail_steps(which: set[int], error: BaseException) -> Callable:
     """A `before` that raises in the steps of these numbers."""
     count = iter(range(10**9))
 
@@ -47,10 +47,17 @@ def fail_steps(which: set[int], error: Exception) -> Callable:
     return before
 
 
+class Odd(BaseException):
+    """What a plug-in may raise: no Exception."""
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (ZeroDivisionError("boom"), EngineError),
+        (SystemExit(0), EngineError),
+        (Odd("gone"), EngineError),
+        (KeyboardInterrupt(), EngineError),
         (DeviceLost("the device was reset"), DeviceLost),
         (OutOfMemory("no room", requested=5, free=1), OutOfMemory),
     ],
@@ -68,8 +75,9 @@ def test_a_failed_step_fails_its_requests_and_spares_the_others(error, kind):
     all_free(engine)
 
 
+@pytest.mark.parametrize("error", [MemoryError("the k-th call"), Odd("the k-th call")], ids=["memory", "odd"])
 @pytest.mark.parametrize("limits", [{}, {"stateful": True, "num_snapshots": 3}], ids=["blocks", "snapshots"])
-def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block(limits):
+def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_block(limits, error):
     """The k-th call of run, copy_block, touch_block, keep_state or restore_state raises, for every k of a small run."""
     prompts = [[1, 2, 3, 4, 5, 6], [9] * 11]
     for k in range(100):
@@ -79,7 +87,7 @@ def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_bl
             def count(self, left=left):
                 left[0] -= 1
                 if left[0] == -1:
-                    raise MemoryError("the k-th call")
+                    raise error
 
             def run(self, batch):
                 self.count()
@@ -107,10 +115,11 @@ def test_whichever_call_of_the_executor_fails_the_engine_goes_on_and_loses_no_bl
             for handle, prompt in zip(handles, prompts, strict=True):
                 try:
                     assert [c.token_ids for c in handle.result().choices] == [alone(prompt, GREEDY)[0]] * 2
-                except OutOfMemory as error:  # numpy's and Python's MemoryError, told by a type that maps to 503
-                    failed.append(error.message)
+                except (OutOfMemory, EngineError) as told:
+                    failed.append(told)
             left[0] = 10**9
-            assert all("MemoryError: the k-th call" in message for message in failed)
+            assert all(f"{type(error).__name__}: the k-th call" in told.message for told in failed)
+            assert all(isinstance(told, OutOfMemory) == isinstance(error, MemoryError) for told in failed), "Python's and numpy's: by a type that maps to 503"
             assert engine.healthy
             for prompt in prompts:
                 assert engine.submit(ask(prompt)).result().choices[0].token_ids == alone(prompt, GREEDY)[0]
@@ -248,15 +257,16 @@ def test_close_cancels_what_runs_and_waits():
     all_free(engine)
 
 
-def test_what_closing_the_runner_raises_is_told_once():
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_what_closing_the_runner_raises_is_told_once(kind):
     class Stuck(FakeRunner):
         def close(self):
-            raise OSError("cannot unmap")
+            raise kind("cannot unmap")
 
     engine = Engine(Stuck())
-    with pytest.raises(EngineError, match="closing the model failed: OSError: cannot unmap") as caught:
+    with pytest.raises(EngineError, match=f"closing the model failed: {kind.__name__}: cannot unmap") as caught:
         engine.close()
-    assert isinstance(caught.value.__cause__, OSError)
+    assert isinstance(caught.value.__cause__, kind)
     engine.close()
 
 

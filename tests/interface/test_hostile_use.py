@@ -106,7 +106,7 @@ def test_a_step_that_fails_names_the_op_and_the_device(run, odd, tiny_model, dee
     code, why = DEEDS[deed]
     done = run(*untried(odd("linear", code), tiny_model))
     assert done.code == 1
-    assert f"{why} (op 'linear' on odd)" in done.err
+    assert f"a step failed: {why} (op 'linear' on odd)" in done.err
     assert "Traceback" not in done.err
 
 

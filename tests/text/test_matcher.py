@@ -60,6 +60,7 @@ def test_single_tokens_are_what_the_mask_says(compiler, monkeypatch, name):
             allowed = bits(np.frombuffer(other._matcher.compute_bitmask(), np.uint32))
             allows = one.check()
             if isinstance(allows, int):
+                assert allowed[allows], "the library says so, too"
                 allowed[:] = np.arange(VOCAB) == allows  # what is written by one token alone, though others may write its beginning
                 assert (bits(one.mask()) == allowed).all()
             answers = [token == allows if isinstance(allows, int) else allows(token) for token in range(VOCAB)]
@@ -72,7 +73,9 @@ def test_single_tokens_are_what_the_mask_says(compiler, monkeypatch, name):
     assert told > 1000, "and mostly it can say so"
 
 
-def test_whether_a_token_is_forced_is_looked_up_when_the_one_before_is_taken(compiler):
+def test_whether_a_token_is_forced_is_looked_up_when_the_one_before_is_taken(compiler, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)  # else a busy machine leaves it to the thread of masks
+    monkeypatch.setattr(matcher, "AHEAD_S", 60.0)
     one = compiler.regex("[ab]cde[ab]")()
     tokens = {text: compiler._tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in "abcde"}
     library, asked = one._matcher, list[str]()
@@ -94,6 +97,18 @@ def test_whether_a_token_is_forced_is_looked_up_when_the_one_before_is_taken(com
         assert asked.count("compute_ff_tokens") == (not done and text in "ae"), "and once for all of a text that must come"
     assert answers == [True, tokens["c"], tokens["d"], tokens["e"], True]
     assert done
+
+
+def test_a_text_that_must_come_needs_no_thread_where_the_library_is_slow(compiler, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    one = compiler.regex("[ab]cde[ab]")()
+    tokens = {text: compiler._tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in "acde"}
+    seen = []
+    for text in "acde":
+        one.check()
+        one.accept(tokens[text])
+        seen.append(one._coming)
+    assert seen == [True, False, False, True]
 
 
 def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler, monkeypatch):
