@@ -148,14 +148,15 @@ class _Bytes:
 class GrammarCompiler:
     """Compiles grammars for one model and keeps the latest, by content. Safe to share between threads.
 
-    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. trial: only how long a source takes to read is wanted (`_Bytes`).
+    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. timing_only: only how long a source takes to read is wanted (`_Bytes`), and
+    nothing is kept.
     Every method raises InvalidRequest, which names the field `param`, for a source that is too large, not valid, or outside of what can be enforced.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, trial: bool = False):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, timing_only: bool = False):
         if not tokenizer.end_ids:
             raise InvalidRequest("this model's tokenizer has no token that ends an answer, so no grammar can end one")
-        self._trial = trial
+        self._timing_only = timing_only
         self._tokenizer, self._vocab_size, self._words = tokenizer, vocab_size, (vocab_size + 31) // 32
         self._library: llguidance.LLTokenizer | None = None
         self._alphabet: Alphabet | None = None
@@ -303,6 +304,8 @@ class GrammarCompiler:
             raise
         except BaseException as error:  # the library panics over it, which is no Exception; whoever asked is told, and nobody else is touched
             raise refused("it cannot be enforced", told(error), param) from None
+        if self._timing_only:
+            return grammar
         with self._lock:
             self._kept[key] = grammar
             self._kept_bytes += len(raw)
@@ -330,7 +333,7 @@ class GrammarCompiler:
         return Sort(self._words, tokenizer.vocab_size, ends, plain, self._odd if plain else dict.fromkeys(self._odd), self._worker)
 
     def _open_library(self, param: str) -> llguidance.LLTokenizer:
-        ours = (_Bytes if self._trial else _Wrapped)(self._tokenizer)
+        ours = (_Bytes if self._timing_only else _Wrapped)(self._tokenizer)
         self._alphabet = None if ours.alphabet is None or ours.alphabet.complete else ours.alphabet
         special = set(ours.special_token_ids)
         marked: dict[int, bool | None] = {i: None for i, raw in enumerate(ours.tokens) if b"\xff" in raw}  # the library marks special tokens so

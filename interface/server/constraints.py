@@ -1,8 +1,8 @@
 """What an answer must look like: from the fields of a body to a compiled grammar.
 
 The preparation process finds out what is wanted (`wanted_constraint`, plain data in `Prepared.constraint`); the server compiles it in a
-worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400. What would take too long is found out in
-the preparation process (`Trial`).
+worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400. What would take too long is found out
+before, in a process for that alone (`ReadLimit`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from ..core.errors import InvalidRequest, InvalidSchema, Unavailable
+from ..core.errors import FastLLMError, InvalidRequest, InvalidSchema, OutOfMemory, Unavailable
 from ..text.json_schema import refused
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from .prepare import Prepared
     from .schemas import Sampling
 
-__all__ = ["Compilation", "Trial", "compile_constraint", "wanted_constraint"]
+__all__ = ["Compilation", "ReadLimit", "compile_constraint", "too_slow", "wanted_constraint"]
 
 MAX_WAITING: Final = 64
-READ_S: Final = 2.0  # of the processor, for the grammar of a request
 
 _DIRECT = {  # field -> kind
     "guided_json": "json_schema",
@@ -133,45 +132,57 @@ def _free(ready: Prepared, error: InvalidSchema) -> None:
         ready.output["held"] = False
 
 
-class Trial:
-    """Reads the grammar of a request for as long as it may take, in a process that can be ended: a thread in the library cannot. What is read in time is
-    compiled once more for the model (`Compilation`), which then takes about as long. compiler: makes one of trial grammars.
+def too_slow(ready: Prepared, limit_s: float) -> None:
+    """Its grammar takes more than limit_s of a processor to read. Tool calls that need not be held are free then, with a warning. Raises InvalidSchema."""
+    wanted = ready.constraint
+    assert wanted is not None
+    error = refused(f"it takes more than {limit_s:g} s to read", "", wanted["param"], "simplify it")
+    if not wanted.get("optional"):
+        raise error
+    _free(ready, error)
+
+
+class ReadLimit:
+    """Finds out whether a grammar can be read in a time, in a process that can be ended: a thread in the library cannot. What is read in time is
+    compiled once more for the model (`Compilation`), which then takes about as long. compiler: makes one that keeps nothing (`timing_only`).
 
     spent: something is still being read, and this process is good for nothing else.
     """
 
-    def __init__(self, compiler: Callable[[], GrammarCompiler], limit_s: float = READ_S):
-        self._make, self._limit_s = compiler, limit_s
+    def __init__(self, compiler: Callable[[], GrammarCompiler]):
+        self._make = compiler
         self._compiler: GrammarCompiler | None = None
         self.spent = False
 
-    def __call__(self, ready: Prepared) -> None:
-        """Raises InvalidSchema for a grammar that takes too long; tool calls that need not be held are free then, with a warning. Other faults are found
-        when it is compiled."""
-        wanted = ready.constraint
-        if wanted is None:
-            return
-        done, started = threading.Event(), time.process_time()
-        thread = threading.Thread(target=self._read, args=(wanted, ready, done), name="fastllm-trial", daemon=True)
-        thread.start()
-        while not done.wait(0.05):
-            if time.process_time() - started > self._limit_s:
-                self.spent = True
-                error = refused(f"it takes more than {self._limit_s:g} s to read", "", wanted["param"], "simplify it")
-                if not wanted.get("optional"):
-                    raise error
-                _free(ready, error)
-                return
+    def __call__(self, constraint: dict[str, Any], limit_s: float) -> bool:
+        """Whether it was read in limit_s of the processor; other faults are found when it is compiled. Raises OutOfMemory where no thread can be started."""
+        from .prepare import Prepared
 
-    def _read(self, wanted: dict[str, Any], ready: Prepared, done: threading.Event) -> None:
-        try:
-            if self._compiler is None:
+        if self._compiler is None:
+            try:
                 self._compiler = self._make()
-            _held(self._compiler, wanted, ready)
-        except BaseException:  # whatever it is, who compiles it will say so
-            pass
-        finally:
-            done.set()
+            except FastLLMError:  # whoever compiles it will say so
+                return True
+        done, started = threading.Event(), time.process_time()
+        args = (self._compiler, Prepared(constraint=constraint), done)
+        thread = threading.Thread(target=_try_to_read, args=args, name="fastllm-read", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OutOfMemory("there is no room to read a grammar", why=str(error), fix="free memory, or raise the limit of memory or threads", kind="host") from None
+        while not self.spent and not done.wait(0.05):
+            self.spent = time.process_time() - started > limit_s
+        return not self.spent
+
+
+def _try_to_read(compiler: GrammarCompiler, ready: Prepared, done: threading.Event) -> None:
+    assert ready.constraint is not None
+    try:
+        _held(compiler, ready.constraint, ready)
+    except BaseException:  # whatever it is, who compiles it will say so
+        pass
+    finally:
+        done.set()
 
 
 def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], Held]:

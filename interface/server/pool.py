@@ -1,7 +1,7 @@
 """The preparation processes as the event loop sees them: started when needed, one body each at a time, killed when one is late.
 
 A wedged thread cannot be ended, a process can: that is why templates and large bodies are worked on there. A killed process is
-replaced by the next request. Used by `app`; the other end is `preparer`.
+replaced by the next request. Grammars are read in another one, so that a slow one holds nobody without. Used by `app`; the other end is `preparer`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections import OrderedDict
 from typing import Any, Final
 
 from ..core import errors
 from ..core.errors import EngineError, FastLLMError, TemplateError, Unavailable
-from .preparer import HEAD, unpack_prepared
+from .constraints import too_slow
+from .preparer import GRAMMAR, HEAD, unpack_prepared
+from .settings import READ_S
 
 __all__ = ["PreparerPool"]
 
 DEADLINE_S: Final = 10.0  # for one body; the template's own budget is 2 s
+READ_WALL: Final = 10  # a grammar may be read in so many times the time of a processor that it has
+MAX_KNOWN: Final = 4096  # grammars
+REFUSED_S: Final = 600.0  # one is, before it is read again
 START_S: Final = 60.0
 JOINED: Final = 64 << 10  # bytes of a body that goes in one piece with its head: one call of the system
 MAX_WAITING: Final = 256
+MAX_GRAMMARS: Final = 64  # of them wait for their grammars
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -82,71 +90,148 @@ class _Process:
         self.process.wait()
 
 
-class PreparerPool:
-    """settings: of `Kitchen`, with the model's path. size: processes at most. deadline_s: of one body."""
+class _Lane:
+    """Processes for one kind of work, which is named. size: at most so many, each with one body at a time. Whoever asks holds `free`."""
 
-    def __init__(self, settings: dict[str, Any], size: int = 2, deadline_s: float = DEADLINE_S):
-        self._settings, self._size, self._deadline_s = settings, size, deadline_s
-        self._idle: list[_Process] = []
-        self._waiting = 0
-        self._free = asyncio.Semaphore(size)
+    def __init__(self, work: str, settings: dict[str, Any], size: int):
+        self._work, self._settings = work, settings
         self._closed = False
+        self.idle: list[_Process] = []
+        self.free = asyncio.Semaphore(size)
 
-    async def start(self) -> None:
-        """Starts the first process. Raises Unavailable if it does not come up."""
-        self._idle.append(await self._new())
-
-    async def _new(self) -> _Process:
+    async def new(self) -> _Process:
+        """Starts a process. Raises Unavailable if it does not come up."""
         try:
             return await _Process.start(self._settings)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            raise Unavailable("no preparation process can be started", why=getattr(error, "strerror", None) or type(error).__name__, fix="raise the limits of open files, processes and memory (ulimit -n, -u, -v); the log may say more") from error
+            raise Unavailable(f"no process that {self._work} can be started", why=getattr(error, "strerror", None) or type(error).__name__, fix="raise the limits of open files, processes and memory (ulimit -n, -u, -v); the log may say more") from error
 
-    async def prepare(self, kind: str, body: bytes) -> Any:
-        """What `kinds.prepare` makes of a body. Raises its errors, TemplateError if it takes too
-        long, Unavailable."""
-        if self._waiting >= MAX_WAITING:
-            raise Unavailable("too many requests are being read", fix="try again later", retry_after_s=1)
-        self._waiting += 1
-        try:
-            async with self._free:
-                return await self._prepare(kind, body)
-        finally:
-            self._waiting -= 1
-
-    async def _prepare(self, kind: str, body: bytes) -> Any:
-        while self._idle and self._idle[-1].process.poll() is not None:  # it died while it had nothing to do
-            self._idle.pop().kill()
-        process = self._idle.pop() if self._idle else await self._new()
+    async def ask(self, kind: str, body: bytes, deadline_s: float) -> tuple[dict[str, Any], bytes]:
+        """Header and bytes of the answer. Raises its errors, TimeoutError, EngineError, Unavailable."""
+        while self.idle and self.idle[-1].process.poll() is not None:  # it died while it had nothing to do
+            self.idle.pop().kill()
+        process = self.idle.pop() if self.idle else await self.new()
         done = False
         try:
-            header, data = await asyncio.wait_for(process.ask(kind, body), self._deadline_s)
+            header, data = await asyncio.wait_for(process.ask(kind, body), deadline_s)
             done = not header["last"]
         except TimeoutError:
-            raise TemplateError(
-                f"the request took more than {self._deadline_s:g} s to render and encode", fix="send fewer or shorter messages"
-            ) from None
+            raise
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise EngineError("the preparation process ended by a defect") from error
+            raise EngineError(f"the process that {self._work} ended by a defect") from error
         finally:
             if done and not self._closed:
-                self._idle.append(process)
+                self.idle.append(process)
             else:  # late, dead, at its end, or left in the middle of an answer by a cancelled caller
                 process.kill()
         if "error" in header:
             raise _rebuilt(header["error"])
-        return unpack_prepared(header["ok"], data)
+        return header, data
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that have nothing to do now."""
-        return [p.process.pid for p in self._idle]
+    async def refill(self) -> None:
+        """Starts a process, if all are free and none is there: nobody has to wait for it later."""
+        with contextlib.suppress(Unavailable):  # whoever asks next is told
+            async with self.free:
+                if not self.idle and not self._closed:
+                    process = await self.new()
+                    self.idle.append(process)
+                    if self._closed:
+                        self.close()
 
     def close(self) -> None:
         """Ends all processes."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().kill()
+        while self.idle:
+            self.idle.pop().kill()
+
+
+class PreparerPool:
+    """settings: of `Kitchen`, with the model's path. size: processes at most, besides one that reads grammars, which starts with the first of them.
+    deadline_s: of one body; read_s: of the processor, for reading a grammar.
+
+    What is known of the latest grammars is kept, by content: none is read twice, and one that was refused costs whoever sends it again nothing.
+    """
+
+    def __init__(self, settings: dict[str, Any], size: int = 2, deadline_s: float = DEADLINE_S, read_s: float = READ_S):
+        self._deadline_s, self._read_s, self._read_deadline_s = deadline_s, read_s, max(deadline_s, READ_WALL * read_s)
+        self._preparing, self._reading = _Lane("prepares requests", settings, size), _Lane("reads grammars", settings, 1)
+        self._waiting = self._grammars = 0  # requests in each
+        self._known: OrderedDict[str, float] = OrderedDict()  # grammar -> 0: read in time; else until when (`time.monotonic`) it is refused
+        self._refilling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the first process. Raises Unavailable if it does not come up."""
+        self._preparing.idle.append(await self._preparing.new())
+
+    async def prepare(self, kind: str, body: bytes) -> Any:
+        """What `kinds.prepare` makes of a body, whose grammar can be read in time. Raises its errors, TemplateError if it takes too
+        long, InvalidSchema if the grammar does, Unavailable."""
+        if self._waiting >= MAX_WAITING:
+            raise Unavailable("too many requests are being read", fix="try again later", retry_after_s=1)
+        self._waiting += 1
+        try:
+            async with self._preparing.free:
+                header, data = await self._preparing.ask(kind, body, self._deadline_s)
+        except TimeoutError:
+            raise TemplateError(
+                f"the request took more than {self._deadline_s:g} s to render and encode", fix="send fewer or shorter messages"
+            ) from None
+        finally:
+            self._waiting -= 1
+        ready = unpack_prepared(header["ok"], data)
+        if header["grammar"] is not None and not await self._in_time(header["grammar"], ready.constraint):
+            too_slow(ready, self._read_s)
+        return ready
+
+    async def _in_time(self, key: str, constraint: dict[str, Any]) -> bool:
+        """Whether a grammar can be read in time. Raises EngineError, OutOfMemory, Unavailable."""
+        known = self._verdict(key)
+        if known is not None:
+            return known
+        if self._grammars >= MAX_GRAMMARS:
+            raise Unavailable("too many grammars are being read", fix="try again later", retry_after_s=1)
+        self._grammars += 1
+        try:
+            async with self._reading.free:
+                known = self._verdict(key)
+                return await self._read(key, constraint) if known is None else known
+        finally:
+            self._grammars -= 1
+
+    def _verdict(self, key: str) -> bool | None:
+        """What is known of it."""
+        until = self._known.get(key)
+        if until and until < time.monotonic():
+            del self._known[key]
+            return None
+        return None if until is None else not until
+
+    async def _read(self, key: str, constraint: dict[str, Any]) -> bool:
+        body = json.dumps({"constraint": constraint, "limit_s": self._read_s}).encode()
+        try:
+            header, _ = await self._reading.ask(GRAMMAR, body, self._read_deadline_s)
+        except TimeoutError:
+            raise Unavailable(f"a grammar was not read in {self._read_deadline_s:g} s: this machine is busy", fix="try again later", retry_after_s=5) from None
+        finally:
+            if not self._reading.idle:  # it was ended, and is there again when the next grammar comes
+                self._refilling = asyncio.create_task(self._reading.refill())
+        in_time: bool = header["ok"]
+        self._known[key] = 0.0 if in_time else time.monotonic() + REFUSED_S
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return in_time
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that have nothing to do now."""
+        return [p.process.pid for lane in (self._preparing, self._reading) for p in lane.idle]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._refilling is not None:
+            self._refilling.cancel()
+        self._preparing.close()
+        self._reading.close()
 
 
 def _rebuilt(told: dict[str, Any]) -> FastLLMError:

@@ -1,4 +1,5 @@
-"""The preparation process: opens the text side of a model, and answers one body after the other on a private socket.
+"""The preparation process: opens the text side of a model, and answers one body after the other on a private socket. One that is asked for grammars says
+which of them can be read in time, and does nothing else.
 
     python -P -m fastllm.server.preparer FD        started by `pool`, ends when its parent does
 
@@ -7,6 +8,7 @@ Frames both ways: a header in JSON, and raw bytes (the body there, token ids bac
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -17,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HEAD", "main", "pack_prepared", "unpack_prepared"]
+__all__ = ["GRAMMAR", "HEAD", "main", "pack_prepared", "unpack_prepared"]
 
+GRAMMAR = "grammar"  # the kind of a body with the arguments of `ReadLimit`
 HEAD = struct.Struct("<II")  # bytes of the header, bytes that follow it
 
 
@@ -59,6 +62,11 @@ def _receive(stream: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
+def _ok(answer: Any, data: bytes = b"", key: str | None = None) -> tuple[dict[str, Any], bytes]:
+    """Header and bytes of a good answer. key: of the grammar that is to be read."""
+    return {"ok": answer, "grammar": key}, data
+
+
 def _answer(stream: socket.socket, header: dict[str, Any], data: bytes = b"") -> None:
     raw = json.dumps(header).encode()
     stream.sendall(HEAD.pack(len(raw), len(data)) + raw + data)
@@ -77,46 +85,55 @@ def _open(settings: dict[str, Any]) -> Any:
     return Kitchen(tokenizer, template, **{**settings, "names": tuple(settings["names"])})
 
 
-def _trial_compiler(kitchen: Any) -> Any:
+def _timing_compiler(kitchen: Any) -> Any:
     from ..text.grammar import GrammarCompiler
 
-    return GrammarCompiler(kitchen.tokenizer, kitchen.vocab_size, trial=True)
+    return GrammarCompiler(kitchen.tokenizer, kitchen.vocab_size, timing_only=True)
+
+
+def _key(ready: Any) -> str | None:
+    """What is to be read in time for this request, by content; None: nothing."""
+    wanted = ready.constraint
+    if wanted is None or ready.answer is not None:
+        return None
+    return hashlib.sha256(json.dumps([wanted["kind"], wanted["source"]]).encode()).hexdigest()
 
 
 def main() -> None:
     """Serves until the parent closes the socket."""
     from ..core.errors import FastLLMError, OutOfMemory
-    from .constraints import Trial
+    from .constraints import ReadLimit
     from .kinds import prepare
 
-    trial = Trial(lambda: _trial_compiler(kitchen))
+    limit = ReadLimit(lambda: _timing_compiler(kitchen))
     with socket.socket(fileno=int(sys.argv[1])) as stream:
         try:
             size, _ = HEAD.unpack(_receive(stream, HEAD.size))
             kitchen = _open(json.loads(_receive(stream, size)))
             _answer(stream, {})
-            while not trial.spent:
+            while not limit.spent:
                 size, length = HEAD.unpack(_receive(stream, HEAD.size))
                 kind = json.loads(_receive(stream, size))["kind"]
                 body = _receive(stream, length)
                 try:
                     try:
-                        ready = prepare(kitchen, kind, body)
-                        trial(ready)
-                        header, data = pack_prepared(ready)
+                        if kind == GRAMMAR:
+                            header, data = _ok(limit(**json.loads(body)))
+                        else:
+                            ready = prepare(kitchen, kind, body)
+                            header, data = _ok(*pack_prepared(ready), _key(ready))
                     except MemoryError:
                         raise OutOfMemory("there is not enough memory to prepare this request", fix="send less") from None
                 except FastLLMError as error:
                     told = {"kind": type(error).__name__, "message": error.message, "who": error.who, "why": error.why, "fix": error.fix}
                     header, data = {"error": {**told, "fields": error.fields}}, b""
-                else:
-                    header = {"ok": header}
                 del body
-                _answer(stream, {**header, "last": trial.spent}, data)
+                _answer(stream, {**header, "last": limit.spent}, data)
         except (EOFError, ConnectionError):
             pass
-        if trial.spent:
-            os._exit(0)  # else the thread that still reads a grammar would be waited for
+        finally:
+            if limit.spent:
+                os._exit(0)  # else the thread that still reads a grammar would be waited for
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Runtime:
             "request_template": settings.request_template,
             "thinking": settings.thinking,
         }
-        self.pool = PreparerPool(kitchen, settings.preparers)
+        self.pool = PreparerPool(kitchen, settings.preparers, read_s=settings.read_s)
         await self.pool.start()
         self.defaults = self._flags.merged_with(loaded.defaults)
         engine = loaded.engine

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["PING_S", "SLOW_READER_S", "STALLED_S", "UNSENT_BYTES", "ServerSettings"]
+__all__ = ["PING_S", "READ_S", "SLOW_READER_S", "STALLED_S", "UNSENT_BYTES", "ServerSettings"]
 
 PING_S: Final = 15.0
+READ_S: Final = 2.0  # of the processor, for the grammar of a request
 UNSENT_BYTES: Final = 256 << 10  # of a stream, after which its sequence pauses
 SLOW_READER_S: Final = 30.0  # a pause may last, before the request is cancelled
 STALLED_S: Final = 60.0  # without the end of a step while there is work: the engine counts as stalled
@@ -24,7 +25,8 @@ class ServerSettings:
     page at `/` is served. embedding: how texts are pooled to vectors; None: the server generates. key_concurrent, key_per_minute:
     answers of one key, None: no limit. tool_parser: a name of `text.output.FORMATS`, or auto; reasoning_format: none leaves reasoning in the
     content; thinking: whether the model thinks first where a request does not say and its template has that switch, None: the template's own
-    choice. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log.
+    choice. request_template: bodies may bring a chat template; log_prompts: prompts and answers go to the log. read_s: of a processor, for the grammar
+    of a request.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -49,6 +51,7 @@ class ServerSettings:
     dev: bool = False
     web: bool = True
     preparers: int = 2
+    read_s: float = READ_S
     embedding: str | None = None
     key_concurrent: int | None = None
     key_per_minute: int | None = None

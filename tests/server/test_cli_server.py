@@ -125,6 +125,10 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(command, tmp_p
     assert (seen.settings.max_n, seen.settings.drain_s, seen.settings.hosts, seen.settings.max_body) == (3, 3.5, ("a.example",), 1024)
 
 
+def test_how_long_a_grammar_may_take_to_read_is_an_option(command):
+    assert [command(*options).settings.read_s for options in ((), ("--grammar-time", "0.5"))] == [2.0, 0.5]
+
+
 def test_the_log_is_json_where_one_of_two_options_asks_for_it(command):
     assert [command(*options).settings.json_log for options in ((), ("--log-format", "json"), ("--progress", "json"))] == [False, True, True]
 
