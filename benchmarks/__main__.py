@@ -145,11 +145,14 @@ def peers(
 @click.option("--cells", default="decode:0,decode:64,prefill:64", show_default=True, help=CELLS_HELP + ".")
 @common
 def backends(names: tuple[str, ...], model: str, cells: str, threads: int, repeat: int, out: Path | None) -> None:
-    """Other backends of ours (opencl_generic) on the same model, in turns with cpu_avx."""
+    """Other backends of ours (opencl_generic) on the same model, in turns with cpu_avx.
+
+    Without --threads each has as many as it takes by itself, and rows say how many; with it, a backend that takes no number is refused.
+    """
     from .peers import backend_rows
 
     sink = Sink(out)
-    for name, found, row, ours in backend_rows(model, names or ("opencl_generic",), cells.split(","), repeat, found_threads(threads)):
+    for name, found, row, ours in backend_rows(model, names or ("opencl_generic",), cells.split(","), repeat, threads):
         sink.add(results.record("backends", Path(model).name, name, found, row, ours))
 
 

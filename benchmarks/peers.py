@@ -186,20 +186,28 @@ def peer_rows(
 
 
 def backend_rows(model: str, names: Sequence[str], cells: Sequence[str], repeat: int, threads: int) -> Iterator[tuple[str, dict[str, Any], Row, Spread | None]]:
-    """(backend, what was found, row with its share of the speed of `cpu_avx`, spread of `cpu_avx`) for every backend and cell, in turns as with other engines."""
+    """(backend, what was found, row with its share of the speed of `cpu_avx`, spread of `cpu_avx`) for every backend and cell, in turns as with other engines.
+
+    threads: 0 = as many as each takes by itself; a backend that computes with another number than was asked for is not measured. Raises WorkerError if `cpu_avx` fails."""
     context, streams = needs(cells)
     asked_for = {"path": os.fspath(model_path(model)), "threads": threads, "context": -(-context // 64) * 64 + 64, "streams": streams}
     ours, _ = start(OURS, "fastllm", None)
     try:
-        ours.call("load", **asked_for, options={"backend": "cpu_avx"})
+        mine = ours.call("load", **asked_for, options={"backend": "cpu_avx"})["threads"]
         for name in names:
             theirs, _ = start(OURS, name, None)
             try:
                 facts = theirs.call("load", **asked_for, options={"backend": name})
-                for cell in cells:
-                    yield name, {"version": facts["version"]}, *compare(cell, ours, theirs, repeat, share=True)
+                if threads and facts["threads"] != threads:
+                    raise WorkerError(f"it computes with {facts['threads'] or 'its own number of'} threads, not the {threads} that were asked for; leave --threads out")
             except WorkerError as error:
+                theirs.close()
                 yield name, {}, Row("load", {}, reason=str(error)), None
+                continue
+            found = {**({"threads": facts["threads"]} if facts["threads"] else {}), "ours.threads": mine, "version": facts["version"]}
+            try:
+                for cell in cells:
+                    yield name, found, *compare(cell, ours, theirs, repeat, share=True)
             finally:
                 theirs.close()
     finally:

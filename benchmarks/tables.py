@@ -81,13 +81,14 @@ def backends() -> str:
     lines = []
     for r in rows("backends"):
         if r["value"] is None:
-            lines.append((r["model"], r["engine"], results.cell_name(r), r["reason"].replace("|", "/"), "–", "–", "–"))
+            lines.append((r["model"], r["engine"], "–", results.cell_name(r), r["reason"].replace("|", "/"), "–", "–", "–"))
             continue
+        threads = f"{r['options'].get('threads', '–')} / {r['options'].get('ours.threads', '–')}"
         speeds = results.spread(r["value"]), results.spread(r["ours"]), results.spread(r["ratio"], percent=True)
-        lines.append((r["model"], r["engine"], results.cell_name(r), *speeds, f"{r['others']:.1f}"))
+        lines.append((r["model"], r["engine"], threads, results.cell_name(r), *speeds, f"{r['others']:.1f}"))
     if not lines:
         return "No rows yet: `python -m benchmarks backends` makes them."
-    return _table(("model", "backend", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it", "cores that others took"), lines)
+    return _table(("model", "backend", "threads, its / `cpu_avx`'s", "cell", "its tokens/s", "`cpu_avx`'s tokens/s", "of it", "cores that others took"), lines)
 
 
 def containers() -> str:
@@ -225,7 +226,7 @@ def _find(everything: list[Row], wanted: tuple[str, str, str, dict[str, Any]], e
         if (r["suite"], r["model"], r["cell"], r["engine"]) != (suite, model, cell, engine) or not params.items() <= r["params"].items():
             continue
         mine = {k: v for k, v in r["options"].items() if k not in ("threads", "version", "build") and not k.startswith("ours.")}
-        if not mine and (suite in ("peers", "backends", "containers") or r["options"].get("threads") != 1):
+        if not mine and (suite in ("peers", "containers") or r["options"].get("threads") != 1):
             return r
     return None
 

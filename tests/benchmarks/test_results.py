@@ -122,18 +122,46 @@ def test_ratios_are_ours_over_theirs(worker, monkeypatch):
 
 def test_a_backend_of_ours_is_measured_in_turns_with_cpu_avx_and_shown_as_its_share(worker, monkeypatch):
     remembers = {
-        "load": "(sys.modules.__setitem__('chosen', message['options']['backend']), {'result': {'version': '7'}})[1]",
+        "load": "(sys.modules.__setitem__('chosen', message['options']['backend']), {'result': {'version': '7', 'threads': 2}})[1]",
         "decode": "{'result': {'cpu_avx': 0.1, 'opencl_generic': 0.4}[sys.modules['chosen']]}",
     }
     monkeypatch.setattr(peers, "OURS", worker("remembers", remembers))
     [(name, found, row, cpu)] = peers.backend_rows("smollm2", ["opencl_generic"], ["decode:0"], 1, 2)
-    assert (name, found, row.value.median, cpu.median, row.ratio.median) == ("opencl_generic", {"version": "7"}, 2.5, 10, 0.25)
+    assert (name, found, row.value.median, cpu.median, row.ratio.median) == ("opencl_generic", {"threads": 2, "ours.threads": 2, "version": "7"}, 2.5, 10, 0.25)
     stored = results.record("backends", "smollm2", name, found, row, cpu)
     monkeypatch.setattr(tables, "rows", lambda suite: [stored] if suite == "backends" else [])
-    assert tables.backends().endswith("| smollm2 | opencl_generic | decode, context 0 | 2.5 | 10 | 25 % | 0.0 |")
+    assert tables.backends().endswith("| smollm2 | opencl_generic | 2 / 2 | decode, context 0 | 2.5 | 10 | 25 % | 0.0 |")
     assert "| cpu_avx 10 | 0.25 × |" in results.table([stored])
     [(_, _, refused, none)] = peers.backend_rows("smollm2", ["nothing"], ["decode:0"], 1, 2)
     assert (refused.cell, bool(refused.reason), none) == ("decode", True, None)
+
+
+BACKEND = "sys.modules.__setitem__('chosen', message['options']['backend'])"
+
+
+def test_a_backend_that_computes_with_other_threads_than_asked_for_is_a_reason_and_no_number(worker, monkeypatch):
+    """One that takes no number of threads: beside one thread of cpu_avx it would look fast."""
+    count = "message['threads'] or 2 if sys.modules['chosen'] == 'cpu_avx' else 2"
+    monkeypatch.setattr(peers, "OURS", worker("fixed", {"load": f"({BACKEND}, {{'result': {{'version': '7', 'threads': {count}}}}})[1]", "decode": "{'result': 0.1}"}))
+    [(_, _, refused, none)] = peers.backend_rows("smollm2", ["opencl_generic"], ["decode:0"], 1, 1)
+    assert (refused.cell, refused.value, none) == ("load", None, None)
+    assert refused.reason == "it computes with 2 threads, not the 1 that were asked for; leave --threads out"
+    [(_, found, row, _)] = peers.backend_rows("smollm2", ["opencl_generic"], ["decode:0"], 1, 0)
+    assert (found["threads"], found["ours.threads"], row.value.median) == (2, 2, 10)
+
+
+def test_a_backend_measured_with_one_thread_meets_no_target(monkeypatch):
+    row = results.record("backends", "smollm2", "opencl_generic", {"threads": 1, "ours.threads": 1}, Row("decode", {"context": 0}, "tok/s", Spread.of([1.0])))
+    wanted = ("backends", "smollm2", "decode", {"context": 0})
+    assert tables._find([row], wanted, "opencl_generic") is None
+    assert tables._find([{**row, "options": {"threads": 2, "ours.threads": 2}}], wanted, "opencl_generic") is not None
+
+
+def test_cpu_avx_that_fails_ends_the_comparison_and_is_no_fault_of_the_other(worker, monkeypatch):
+    dies = "sys.exit(3) if sys.modules['chosen'] == 'cpu_avx' else {'result': 0.1}"
+    monkeypatch.setattr(peers, "OURS", worker("dies", {"load": f"({BACKEND}, {{'result': {{'version': '7', 'threads': 2}}}})[1]", "decode": dies}))
+    with pytest.raises(peers.WorkerError, match="ended while it was asked to decode"):
+        list(peers.backend_rows("smollm2", ["opencl_generic", "ref"], ["decode:0"], 1, 0))
 
 
 def test_a_peer_that_fails_is_a_row_and_the_next_is_measured(worker, monkeypatch):
