@@ -46,6 +46,7 @@ __all__ = [
     "UsageError",
     "http_types",
     "one_line",
+    "told",
 ]
 
 _HTTP_TYPES: Final = {
@@ -108,6 +109,11 @@ class FastLLMError(Exception):
         """The same fields for `--json`: {"error": {code, message, who, why, fix, exit_code, …fields}}."""
         body = {"code": self.code, "message": self.message, "who": self.who, "why": self.why, "fix": self.way_out}
         return {"error": {**body, "exit_code": self.exit_code, **self.fields}}
+
+
+def told(error: FastLLMError, then: str) -> str:
+    """An error that ends nothing, as one line. then: what is done all the same, or instead."""
+    return f"{error.message}, {then}: {error.why}" + (f"; {error.fix}" if error.fix else "")
 
 
 # 1: the thing itself failed -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import BackendBroken, BackendUnavailable, DownloadError, UsageError
+from .core.errors import BackendBroken, BackendUnavailable, DownloadError, UsageError, told
 from .formats.sources import env_flag
 from .host import plugin_folder
 from .load_options import LoadOptions, say_note
@@ -79,7 +79,7 @@ def open_checked(
                 raise
             registry.set_aside(selection.name, error)
             selection = registry.select("auto")
-            options.message(f"{error.message}, so '{selection.name}' is used: {error.why}" + (f"; {error.fix}" if error.fix else ""))
+            options.message(told(error, f"so '{selection.name}' is used"))
         except BaseException:
             if backend is not None:
                 backend.close()

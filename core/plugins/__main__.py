@@ -31,7 +31,7 @@ def main() -> NoReturn:
     answer = Answer(options.timeout)
     try:
         registry = BackendRegistry(options.plugins_file, options.plugin)
-        if options.names and registry.failed:
+        if registry.failed and (options.names or options.name not in registry.names()):  # the parent knows the name: the file loaded before
             raise registry.failed[0]
         state: dict[str, Any] = {"names": registry.from_files()} if options.names else _state(registry, options, answer)
         state["messages"] = registry.messages

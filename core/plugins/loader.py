@@ -42,8 +42,8 @@ DEVICE_KINDS = ("device", "cpu", "emulated")
 
 _OPTION_TYPES: Final = (int, float, bool, str)
 
-STRANGERS: Final[dict[str, Candidate]] = {}
-"""Plug-ins that did not come with fastllm and were imported in this process: distribution and version -> a backend of theirs. A fact of the process, as `sys.modules`
+STRANGERS: Final[dict[Source, Candidate]] = {}
+"""Plug-ins that did not come with fastllm and were imported in this process: module and who ships it -> a backend of theirs. A fact of the process, as `sys.modules`
 is: an error that nobody understands is theirs if it comes from their code, else names them, and the end of a command does not wait for their threads."""
 
 
@@ -101,7 +101,7 @@ def load_plugin(candidate: Candidate, guard: Guard) -> Plugin:
     source = candidate.source
     started = time.perf_counter()
     if not source.builtin:
-        STRANGERS[source.label] = candidate
+        STRANGERS[source] = candidate
     with guard(candidate, "load"):
         module = _import(source)
     manager = pluggy.PluginManager(PROJECT)
@@ -240,6 +240,15 @@ def check_spec(candidate: Candidate, spec: BackendSpec) -> None:
         valid = isinstance(key, str) and isinstance(option, Option) and option.type in _OPTION_TYPES and isinstance(option.choices, (tuple, list))
         if not valid:
             raise broken(candidate, "load", f"BackendSpec.options[{key!r:.80}] must be an Option of type int, float, bool or str, with a tuple of choices")
+        for what, value in (("default", option.default), *(("choice", c) for c in option.choices)):
+            if not _is_of(option, value) and not (what == "default" and value is None):
+                why = f"BackendSpec.options[{key!r:.80}] is an Option of type {option.type.__name__}, and its {what} {value!r:.80} is {type(value).__name__}"
+                raise broken(candidate, "load", why)
+
+
+def _is_of(option: Option, value: Any) -> bool:
+    """Whether a value is of the option's type, as a value in plugins.toml must be: an integer will do for float, and True is no integer."""
+    return type(value) is option.type or (option.type is float and type(value) is int)
 
 
 def _incompatible(candidate: Candidate, spec: BackendSpec, side: str) -> BackendIncompatible:

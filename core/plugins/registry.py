@@ -1,6 +1,7 @@
 """Which backends there are, what state they are in, and which one a run gets.
 
-Named (flag, variable, file) means loud: what cannot be had raises, and no other backend takes its place. `auto` means quarantine:
+Named (flag, variable, file) means loud: what cannot be had raises, and no other backend takes its place (but which names a file of
+`--plugin` has is not known if it does not load: a backend that is here under such a name runs, with a line about the file). `auto` means quarantine:
 what fails is skipped, and said if it would have been chosen. One registry per engine or command; nothing is global. Plug-ins are
 imported when their name is asked for, so that a child process, or a command that needs no backend, pays for nothing.
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..backend import Backend, BackendSpec
-from ..errors import BackendBroken, BackendNotFound, BackendUnavailable, FastLLMError, UsageError
+from ..errors import BackendBroken, BackendNotFound, BackendUnavailable, FastLLMError, UsageError, told
 from ..graph import Graph
 from .asking import Asker
 from .child import ASK_S
@@ -84,7 +85,7 @@ class BackendRegistry:
                 if guard.reraise:
                     raise
                 self.failed.append(error)
-                self._say(f"{error.message}, and nothing of it is used: {error.why}; {error.fix}")
+                self._say(told(error, "and nothing of it is used"))
         self._entries |= collect(candidates, self.config, env, self._say, self._remark)
         if not any(c.source.builtin for c in candidates):
             self._say(
@@ -382,8 +383,7 @@ class BackendRegistry:
                 continue
             if self._strict:
                 raise error
-            fix = f"; {error.fix}" if error.fix else ""
-            self._say(f"{error.message}, so '{name}' is used: {error.why}{fix}")
+            self._say(told(error, f"so '{name}' is used"))
 
     def _say(self, line: str) -> None:
         if line not in self.messages:

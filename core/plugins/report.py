@@ -97,7 +97,7 @@ def broken(candidate: Candidate, doing: str, why: str | BaseException) -> Backen
     if cause is None:
         text = str(why)
     else:
-        frame = _vendor_frame(cause, candidate.source)
+        frame = _place(cause, candidate.source)
         text = f"{one_line(cause)}   ({frame})" if frame else one_line(cause)
     return BackendBroken(
         f"{describe(candidate)} failed to {doing}",
@@ -140,10 +140,15 @@ def _fixes(candidate: Candidate, cause: BaseException | None) -> str:
     return "  |  ".join(fixes)
 
 
-def _vendor_frame(error: BaseException, source: Source) -> str:
-    """`package/module.py:LINE` of the innermost frame in the vendor's package, or ""; a syntax error has no frame, but a place."""
+def _place(error: BaseException, source: Source) -> str:
+    """Where in the vendor's package an error comes from; a syntax error has a place of its own, and perhaps no frame there."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
+    return _vendor_frame(error, source)
+
+
+def _vendor_frame(error: BaseException, source: Source) -> str:
+    """`package/module.py:LINE` of the innermost frame in the vendor's package, or ""."""
     found = ""
     for frame, line in _frames(error.__traceback__):
         name = frame.f_globals.get("__name__", "")

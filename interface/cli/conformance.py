@@ -67,8 +67,8 @@ def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plu
     if plugin_paths:
         registry = BackendRegistry(plugins_file, plugin_paths)
         files = registry.files_of(backend.partition(":")[0])  # the suite's processes run no other file's code
-        for error in registry.failed:
-            say(f"fastllm: {error.message}, and nothing of it is used: {error.why}; {error.fix}")
+        for line in registry.messages:
+            say(f"fastllm: {line}")
     return Target(backend, parse_pairs(pairs), None if plugins_file is None else str(plugins_file), files)
 
 

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import signals
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import click
 
     from ..core.errors import FastLLMError
-    from ..core.plugins.discovery import Candidate
+    from ..core.plugins.discovery import Candidate, Source
 
 __all__ = ["main", "run_command"]
 
@@ -71,7 +72,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _strangers() -> dict[str, Candidate]:
+def _strangers() -> dict[Source, Candidate]:
     """Plug-ins of others that were imported in this process, and a backend of each."""
     loader = sys.modules.get("fastllm.core.plugins.loader")
     return {} if loader is None else loader.STRANGERS
@@ -126,15 +127,17 @@ def _run(cli: click.Group, args: list[str]) -> int:
         return code
     except click.Abort:
         raise
-    except BrokenPipeError:
-        _drop_streams()
-        return CLOSED_PIPE
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, signals.Terminated)) or (isinstance(error, SystemExit) and not _strangers()):
             raise
+        if isinstance(error, BrokenPipeError) and _theirs(error) is None:  # a plug-in's own may be that of a driver's daemon
+            _drop_streams()
+            return CLOSED_PIPE
         signals.raise_seen()
         if _asked(args, "debug") and not isinstance(error, click.ClickException):
-            raise
+            if not isinstance(error, SystemExit):
+                raise
+            traceback.print_exc()  # Python would end with its code, and without a word
         return _report(_as_fastllm_error(error), as_json=_asked(args, "json"), events=_events(args))
 
 
@@ -167,15 +170,13 @@ def _as_fastllm_error(error: BaseException) -> FastLLMError:
         return errors.UsageError(error.format_message(), fix=f"{error.ctx.command_path} --help" if error.ctx else "")
     if isinstance(error, click.ClickException):
         return errors.FastLLMError(error.format_message())
+    theirs = _theirs(error)
     if isinstance(error, MemoryError):
-        return errors.OutOfMemory("there is not enough memory", fix="close other programs, or use a smaller --ctx or model")
+        about = {"who": theirs.who, "why": theirs.why} if theirs else {}
+        return errors.OutOfMemory("there is not enough memory", fix="close other programs, or use a smaller --ctx or model", **about)
+    if theirs:
+        return theirs
     beside = _strangers()
-    if beside:  # whose code may do anything to ours
-        from ..core.plugins.report import blamed
-
-        for candidate in beside.values():
-            if theirs := blamed(candidate, error):
-                return theirs
     if isinstance(error, OSError) and error.filename is None and error.errno in WRITE_ERRORS:
         return errors.FastLLMError(f"the output cannot be written: {error.strerror}", fix="check where stdout goes")
     if isinstance(error, OSError):
@@ -187,7 +188,17 @@ def _as_fastllm_error(error: BaseException) -> FastLLMError:
     if beside:
         without = ",".join(sorted({c.name for c in beside.values() if c.name})) or "NAME"
         fix = f"first without what ran in this process: FASTLLM_DISABLE_PLUGINS={without}  |  if it fails all the same, {fix}"
-    return errors.FastLLMError(text, who=f"beside {', '.join(beside)}" if beside else "", fix=fix)
+    return errors.FastLLMError(text, who=f"beside {', '.join(dict.fromkeys(s.label for s in beside))}" if beside else "", fix=fix)
+
+
+def _theirs(error: BaseException) -> FastLLMError | None:
+    """The error of the plug-in whose code is on the way of an exception that nobody understood."""
+    beside = _strangers()
+    if not beside:
+        return None
+    from ..core.plugins.report import blamed
+
+    return next(filter(None, (blamed(candidate, error) for candidate in beside.values())), None)
 
 
 def _import_error(error: ImportError) -> FastLLMError:

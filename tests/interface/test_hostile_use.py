@@ -56,6 +56,7 @@ DEEDS = {
     "a class of its own": ("raise Odd('gone')", "Odd: gone"),
     "an exit": ("raise SystemExit(0)", "SystemExit: 0"),
     "an error": ("raise RuntimeError('gone')", "RuntimeError: gone"),
+    "a pipe to its driver": ("raise BrokenPipeError('gone')", "BrokenPipeError: gone"),
 }
 
 
@@ -99,6 +100,21 @@ def test_whatever_a_backend_raises_ends_the_command_with_an_error_that_names_it(
     assert error["why"].startswith(f"{why}   (")
     assert "odd.py:" in error["why"], "the place in the vendor's file"
     assert "FASTLLM_DISABLE_PLUGINS=odd" in error["fix"]
+
+
+def test_a_plug_in_without_memory_is_named(run, odd, tiny_model):
+    path = odd("close", "raise MemoryError()")
+    done = run(*untried(path, tiny_model))
+    error = json.loads(done.out.splitlines()[-1])["error"]
+    assert (done.code, error["code"], error["who"]) == (1, "out_of_memory", f"{path}  [--plugin]")
+    assert error["why"].startswith("MemoryError   (")
+
+
+def test_an_exit_of_a_plug_in_has_a_traceback_and_a_code_with_debug(run, odd, tiny_model):
+    done = run(*untried(odd("ops", "raise SystemExit(0)"), tiny_model), "--debug")
+    assert done.code == 3
+    assert "Traceback" in done.err
+    assert "SystemExit: 0" in done.err
 
 
 @pytest.mark.parametrize("deed", DEEDS)

@@ -8,7 +8,9 @@ import pytest
 
 from fastllm.core.backend import API_VERSION
 from fastllm.core.errors import BackendBroken, BackendIncompatible, BackendUnavailable, OutOfMemory, UsageError
-from fastllm.core.plugins import BackendRegistry, check_api
+from fastllm.core.plugins import BackendRegistry, check_api, loader
+from fastllm.core.plugins.discovery import Candidate, Source
+from fastllm.core.plugins.report import blamed
 
 RAISES_AT_IMPORT = "raise ImportError('libacme.so.2: cannot open shared object file')"
 
@@ -118,12 +120,46 @@ def test_a_hook_may_take_fewer_arguments(site, env, plugin):
         ("[BackendSpec(NAME, API_VERSION, 1, options=['threads'])]", "BackendSpec.options is list"),
         ("[BackendSpec(NAME, API_VERSION, 1, options={'threads': 4})]", "BackendSpec.options['threads'] must be an Option"),
         ("[BackendSpec(NAME, API_VERSION, 1, options={'t': Option(list, [])})]", "BackendSpec.options['t'] must be an Option"),
+        ("[BackendSpec(NAME, API_VERSION, 1, options={'t': Option(int, 'x')})]", "BackendSpec.options['t'] is an Option of type int, and its default 'x' is str"),
+        ("[BackendSpec(NAME, API_VERSION, 1, options={'t': Option(int, True)})]", "its default True is bool"),
+        ("[BackendSpec(NAME, API_VERSION, 1, options={'t': Option(str, 'a', ('a', 1))})]", "its choice 1 is int"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
 def test_a_wrong_description_is_refused(site, env, plugin, answer, why):
     error = broken_state(site, env, plugin(backends=f"@hookimpl\ndef fastllm_backends():\n    return {answer}"))
     assert why in error.why
+
+
+def test_an_option_may_have_no_default_and_a_whole_number_for_float(site, env, plugin):
+    options = "{'a': Option(int, None), 'b': Option(float, 1, (1, 2.5)), 'c': Option(bool, False)}"
+    site.install(plugin(backends=f"@hookimpl\ndef fastllm_backends():\n    return [BackendSpec(NAME, API_VERSION, 1, options={options})]"))
+    assert BackendRegistry(env=env).open("acme_npu").options == {"a": None, "b": 1, "c": False}
+
+
+def test_only_a_plug_in_whose_code_was_on_the_way_is_blamed_for_a_syntax_error():
+    def raised(module):
+        """A syntax error in somebody's file, met by code of `module`."""
+        space = {"__name__": module}
+        exec(compile("def meet():\n    compile('x = (', '/home/me/config.py', 'exec')", "meet.py", "exec"), space)
+        with pytest.raises(SyntaxError) as caught:
+            space["meet"]()
+        return caught.value
+
+    candidate = Candidate("odd", Source("vendor_pkg.plugin", "vendor", "1"))
+    assert blamed(candidate, raised("another")) is None
+    assert "config.py:1" in blamed(candidate, raised("vendor_pkg.reader")).why
+
+
+def test_each_module_of_a_distribution_is_remembered(site, env, plugin):
+    """With their distribution as the key, errors of the first module would be nobody's."""
+    site.install(plugin(), entries="acme_npu = fastllm_backend_acme.plugin\nacme_gpu = fastllm_backend_acme.second")
+    (site.folder / "fastllm_backend_acme" / "second.py").write_text(plugin(name="acme_gpu"))
+    registry = BackendRegistry(env=env)
+    for name in ("acme_npu", "acme_gpu"):
+        registry.open(name)
+    mine = {c.name for s, c in loader.STRANGERS.items() if s.distribution == "fastllm-backend-acme"}
+    assert mine == {"acme_npu", "acme_gpu"}
 
 
 @pytest.mark.parametrize(("version", "side"), [("(0, 0)", "fastllm-backend-acme"), (f"(1, {API_VERSION[1] + 1})", "fastllm-engine"), ("(7, 0)", "fastllm-engine")])
@@ -302,6 +338,19 @@ def test_a_file_that_does_not_load_is_a_line_for_who_names_another_backend_and_t
     with pytest.raises(BackendBroken, match=r"^plug-in .*bad\.py failed to load$"):
         registry.select()
     assert BackendRegistry(plugin_paths=[bad], env={**contained, "FASTLLM_BACKEND": "ref"}).select().name == "ref"
+
+
+def test_a_file_that_no_longer_loads_in_a_later_process_is_what_the_error_says(tmp_path, contained, plugin):
+    """Its names were read, so nobody is told that there is no such backend."""
+    path, flag = tmp_path / "odd.py", tmp_path / "read"
+    head = f"import pathlib\nif (flag := pathlib.Path({str(flag)!r})).exists():\n    raise RuntimeError('the driver is gone')\nflag.touch()"
+    path.write_text(plugin(name="odd", head=head))
+    registry = BackendRegistry(plugin_paths=[path], env=contained)
+    assert "odd" in registry.names()
+    with pytest.raises(BackendBroken) as caught:
+        registry.select("odd")
+    assert "no backend is called" not in caught.value.message
+    assert "RuntimeError: the driver is gone" in caught.value.why
 
 
 def test_the_usual_way_out_of_a_broken_backend_names_it():
