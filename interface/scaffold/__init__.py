@@ -6,6 +6,7 @@ memory, the build). `$name` in a template is replaced; `$$` is a dollar sign.
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 import shutil
@@ -94,11 +95,20 @@ def _check_name(vendor: str) -> None:
             why="a name is 2 to 32 of a–z, 0–9 and _, and starts with a letter",
             fix="for example: fastllm backend new acme_npu",
         )
+    if vendor.endswith("_"):
+        raise UsageError(f"'{vendor}' cannot be the name of a backend", why="the name of a distribution ends with a letter or a digit", fix=f"for example: {vendor.rstrip('_')}")
     if keyword.iskeyword(vendor) or vendor in sys.builtin_module_names:
         raise UsageError(f"'{vendor}' is a word of Python and cannot be the name of a backend")
     taken = {p.name: p.dist.name for p in metadata.entry_points(group="fastllm.backends") if p.dist is not None}
     if vendor in taken or vendor == "auto":
         raise UsageError(f"a backend '{vendor}' exists already", why=f"it comes from {taken.get(vendor, 'fastllm-engine')}", fix="choose another name")
+    if _is_own(vendor):
+        raise UsageError(f"'{vendor}' is a name of fastllm itself and cannot be the name of a backend", fix="for example the vendor's name: fastllm backend new acme_npu")
+
+
+def _is_own(vendor: str) -> bool:
+    """Whether fastllm, one of its modules or the folder of one of its backends is called so: an error or a report that names it could mean either."""
+    return vendor in ("fastllm", "engine") or any(importlib.util.find_spec(f"{package}.{vendor}") for package in ("fastllm", "fastllm.backends"))
 
 
 def _templates(style: str) -> list[Traversable]:

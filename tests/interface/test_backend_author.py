@@ -44,10 +44,18 @@ def test_every_style_is_whole(style, tmp_path):
     assert {m for m in imports if m and m.startswith("fastllm")} == {"fastllm.api"}  # nothing else is promised to stay
 
 
-@pytest.mark.parametrize("name", ["", "a", "3x", "Acme", "acme-npu", "a" * 33, "class", "sys", "ref", "cpu_avx", "auto", "../x", "a b"])
+@pytest.mark.parametrize("name", ["", "a", "3x", "Acme", "acme-npu", "a" * 33, "class", "sys", "ref", "cpu_avx", "auto", "../x", "a b", "acme_"])
 def test_names_that_cannot_be(name, tmp_path):
     with pytest.raises(UsageError):
         write_backend(name, "numpy", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["fastllm", "engine", "core", "api", "conformance", "models", "backends", "server", "scaffold", "gpu"])
+def test_a_name_of_fastllm_itself_is_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=f"'{name}' is a name of fastllm itself") as caught:
+        write_backend(name, "numpy", tmp_path)
+    assert "backend new acme_npu" in caught.value.fix
     assert not list(tmp_path.iterdir())
 
 
