@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ __all__ = ["LoadOptions", "say_choice", "say_note"]
 COMPUTE_DTYPES = ("f32",)
 """What activations can be kept in; backends round them by themselves as they are fastest."""
 
+LOG = logging.getLogger("fastllm")  # without a handler, Python writes warnings to stderr
+
 Progress = Callable[[str, int, int | None], None]
 """(what: "download NAME" or "load", bytes done, bytes in all or None)."""
 
@@ -26,8 +29,9 @@ def _ignore_progress(what: str, done: int, total: int | None) -> None:
     """The default: nobody watches."""
 
 
-def _ignore_message(line: str) -> None:
-    """The default: nobody reads."""
+def _log_message(line: str) -> None:
+    """The default: a program that reads nothing learns all the same that another backend was taken, and why."""
+    LOG.warning("%s", line)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class LoadOptions:
     prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; self_test: False opens a backend
     without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file: a plugins.toml with
     defaults for backends; plugin_paths: backends in Python files; offline: no network; verbose:
-    of ops that leave their device a line each, with the reason and its bytes per token, instead of one for all.
+    of ops that leave their device a line each, with the reason and its bytes per token, instead of one for all; message: gets a line for each thing that is done differently from
+    what was asked or expected, such as another backend; without it they are warnings of the logger `fastllm`.
     """
 
     backend: str | None = None
@@ -86,7 +91,7 @@ class LoadOptions:
     offline: bool | None = None
     verbose: bool = False
     progress: Progress = _ignore_progress
-    message: Callable[[str], None] = _ignore_message
+    message: Callable[[str], None] = _log_message
     licence: Callable[[str, str], None] | None = None
 
     def check(self) -> None:

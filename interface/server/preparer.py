@@ -77,7 +77,7 @@ def _open(settings: dict[str, Any]) -> Any:
     from ..loading import LoadOptions, open_files, open_text
     from .prepare import Kitchen
 
-    files = open_files(settings.pop("path"), LoadOptions(offline=True, **settings.pop("files")))
+    files = open_files(settings.pop("path"), LoadOptions(offline=True, message=lambda _: None, **settings.pop("files")))
     try:
         tokenizer, template = open_text(files, settings["n_ctx"])
     finally:

@@ -13,6 +13,7 @@ from fastllm.core import plugins
 from fastllm.core.errors import BackendBroken, BackendUnavailable, UsageError
 from fastllm.formats import open_model
 from fastllm.formats.quant_rules import QuantRules
+from fastllm.llm import LLM
 from fastllm.loading import LoadOptions
 from fastllm.opening import open_helper
 from fastllm.verify import verify_model
@@ -251,6 +252,14 @@ def test_convert_tells_whom_the_automatic_choice_skipped(odd, tiny_model, tmp_pa
     with open_model(tiny_model) as files:
         assert convert_model(files, tmp_path / "out.flm", QuantRules(), options, backend="").packed_for == "cpu_avx"
     assert any("backend 'odd' failed to probe, so 'cpu_avx' is used" in line for line in lines)
+
+
+def test_a_program_that_gives_no_message_learns_which_backend_was_passed_over(odd, tiny_model, caplog, capfd):
+    with caplog.at_level("WARNING", "fastllm"), LLM(tiny_model, ctx=64, plugin_paths=(odd(OPEN="raise RuntimeError('no driver')"),)):
+        pass
+    said = [r.getMessage() for r in caplog.records if r.name == "fastllm"]
+    assert any("backend 'odd' failed to open, so 'cpu_avx' is used: RuntimeError: no driver" in line for line in said)
+    assert capfd.readouterr().out == ""
 
 
 def test_a_helper_that_does_not_open_is_told(run, odd, tiny_model, monkeypatch):
