@@ -65,6 +65,7 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     old = read_old(options.compare) if options.compare is not None else {}  # before minutes are spent
     target = options.target
     facts = plugin_facts(target.name, plugins_file=target.plugins_file, plugin_paths=target.plugin_paths)
+    target = replace(target, plugin_paths=tuple(facts.files))  # the suite's processes run no other file's code
     requirements = facts.requirements or Requirements()
     emulated = requirements.emulated or facts.execution == "emulated"
     requirements = replace(requirements, emulated=emulated)

@@ -42,7 +42,7 @@ def open_backend(
 @dataclass(frozen=True)
 class PluginFacts:
     """What a plug-in says about itself, for reports: its distribution and version, device, execution (the device's kind), environment,
-    requirements and own cases."""
+    requirements and own cases; files: those of `plugin_paths` that it comes from."""
 
     name: str
     distribution: str
@@ -53,6 +53,7 @@ class PluginFacts:
     requirements: Any
     cases: Sequence[Any]
     package_folder: Path | None
+    files: Sequence[str] = ()
 
 
 def plugin_facts(
@@ -75,7 +76,8 @@ def plugin_facts(
         raise registry.fault(selection.name, "answer fastllm_requirements", f"{type(requirements).__name__} is no fastllm.conformance.Requirements")
     label = f"{device.name} ({device.detail})" if device and device.detail else device.name if device else selection.device
     return PluginFacts(
-        selection.name, state.distribution, state.version, label, device.kind if device else "device", environment, requirements, cases, plugin_folder(state.module)
+        selection.name, state.distribution, state.version, label, device.kind if device else "device", environment, requirements, cases, plugin_folder(state.module),
+        registry.files_of(selection.name),
     )
 
 

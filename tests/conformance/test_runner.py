@@ -94,6 +94,17 @@ def test_an_op_that_raises_fails_its_cases_with_the_message(bad):
     assert any("no rope today" in r.message for r in results)
 
 
+@pytest.mark.parametrize("deed", ["ctypes.string_at(0)", "raise RuntimeError('unfinished')"])
+def test_another_file_that_fails_is_nobodys_fault_and_in_no_process_of_the_suite(tmp_path, deed):
+    other, runs = tmp_path / "other.py", tmp_path / "runs"
+    other.write_text(f"import ctypes\nwith open({str(runs)!r}, 'a') as file:\n    file.write('x')\n{deed}\n")
+    (tmp_path / "good.py").write_text(PLUGIN.replace("bad", "good").replace("Bad", "Good"))
+    results = check_backend("good", ops=["add"], plugin_paths=[tmp_path / "good.py", other], quick=True)
+    assert {r.status for r in results} <= {"passed", "n/a"}, results[0].message
+    assert any(r.status == "passed" for r in results)
+    assert runs.read_text() == "x", "it is asked once for its names"
+
+
 def test_a_backend_that_does_not_open_is_a_failed_result():
     (result,) = check_backend("no_such_backend")
     assert (result.status, result.rule) == ("failed", "contract")
