@@ -27,12 +27,15 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 AMX_IN_EMULATION = (
-    "Its instructions were only ever emulated, in plain C. In the row of emulated tiles they are, and all else is the code that is shipped, by `python scripts/conformance_emulated.py`: every case "
-    "of Gold is run, but an emulated device reports no speed, so Silver is the most that it can reach. Tests do it as well: `tests/backends/test_cpu_linear.py` compares every format with the specification, to the bit; "
+    "Its instructions were only ever emulated, in plain C.{row} Tests emulate them: `tests/backends/test_cpu_linear.py` compares every format with the specification, to the bit; "
     "`tests/backends/test_cpu_tiles.py` looks at rows that share a tile, at the bits of avx512, at the self-test that such a processor runs at the first use, and at the instructions in the object code; "
     "`tests/conformance/test_native_mutants.py` runs cases of this suite, and two faults that they catch."
 )
-"""What stands for a report of the variant amx."""
+"""What stands for a report of the variant amx. row: AMX_ROW where there is one."""
+AMX_ROW = (
+    " In the row of emulated tiles they are, and all else is the code that is shipped, by `python scripts/conformance_emulated.py`: every case "
+    "of Gold is run, but an emulated device reports no speed, so Silver is the most that it can reach."
+)
 PART = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -515,7 +518,8 @@ def _without_a_report(rows: Sequence[Sequence[str]]) -> str:
     from fastllm.backends.cpu_avx import isa
 
     missing = [v for v in isa.variants() if f"isa={v}" not in {row[1] for row in rows if "cpu_avx" in row[0]}]
-    told = {"amx": f"on such a processor it has never run. {AMX_IN_EMULATION}"}
+    row = AMX_ROW if any("cpu_avx_tiles" in row[0] for row in rows) else ""
+    told = {"amx": f"on such a processor it has never run. {AMX_IN_EMULATION.format(row=row)}"}
     return "".join(f"\nNo report of `cpu_avx` with isa={v}: {told.get(v, 'run `make conformance` on a processor that has it.')}\n" for v in missing)
 
 

@@ -120,6 +120,14 @@ def test_generated_parts_are_current(name):
     assert make_docs.rendered(read(name)) == read(name), "run: python scripts/make_docs.py"
 
 
+def test_emulated_tiles_are_spoken_of_where_their_report_is():
+    row = "[`cpu_avx`](conformance/cpu_avx_tiles/conformance.md)", "isa=amx, tiles emulated"
+    said = "In the row of emulated tiles"
+    without, with_row = make_docs._without_a_report([]), make_docs._without_a_report([row])
+    assert (said in without, said in with_row) == (False, True)
+    assert "Tests emulate them" in without
+
+
 def test_every_generated_part_is_used_somewhere():
     used = {part for name in DOCUMENTS for part in re.findall(r"<!-- generated: ([\w.-]+) -->", read(name))}
     assert used == set(make_docs.PARTS)
