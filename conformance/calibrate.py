@@ -20,9 +20,11 @@ from .runner import Job, run_cases
 from .session import Target
 from .suite import all_cases
 
-__all__ = ["FOLDER", "calibrate", "default_targets", "label", "named_target"]
+__all__ = ["FOLDER", "MOST", "calibrate", "default_targets", "label", "named_target"]
 
 FOLDER = Path(__file__).parent / "calibration"
+MOST = 0.75
+"""What an honest kernel may need of a bound."""
 VARIANTS = ("baseline", "avx2", "avx512")
 
 
@@ -55,7 +57,7 @@ def _opens(target: Target) -> bool:
 
 def calibrate(targets: Sequence[Target], out: Path | None, jobs: int = 2) -> dict[str, dict[str, dict[str, Any]]]:
     """label -> bin -> {"margin": the worst, "cases": how many}; written to `out`, one file per label. Raises UsageError for a kernel that
-    fails a case."""
+    fails a case, or needs more than `MOST` of a bound: nothing of it is written then."""
     chosen = [c for c in all_cases().values() if c.bin]
     measured: dict[str, dict[str, dict[str, Any]]] = {}
     for target in targets:
@@ -65,6 +67,9 @@ def calibrate(targets: Sequence[Target], out: Path | None, jobs: int = 2) -> dic
                 raise UsageError(f"{label(target)} fails {result.id}: {result.message}", who="fastllm conformance calibrate", fix="only honest kernels say how wide a bound must be")
             if result.margin is None:
                 continue
+            if result.margin > MOST:
+                raise UsageError(f"{label(target)} needs {result.margin:.3g} of the bound of {result.id} (bin {result.bin}); at most {MOST:g} is allowed",
+                                 who="fastllm conformance calibrate", fix="correct the kernel, or the bound if it is too narrow")  # fmt: skip
             entry = bins.setdefault(result.bin, {"margin": 0.0, "cases": 0})
             entry["margin"] = max(entry["margin"], float(f"{result.margin:.3g}"))
             entry["cases"] += 1

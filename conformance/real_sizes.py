@@ -93,11 +93,16 @@ def _attr(name: str) -> Measure:
     return lambda inputs, attrs: int(attrs.get(name, 0))
 
 
+def _hiding(inputs: Inputs, attrs: Mapping[str, Any]) -> int:
+    """The window, if it is narrower than a context of the case."""
+    return _attr("window")(inputs, attrs) if _attr("window")(inputs, attrs) < _largest(4)(inputs, attrs) else 0
+
+
 def _by_kv_head(inputs: Inputs, attrs: Mapping[str, Any]) -> int:
     return _dim(0, 1)(inputs, attrs) // max(_spec("num_kv_heads")(inputs, attrs), 1)
 
 
-_LLAMA, _GEMMA, _DEEPSEEK, _QWEN, _OSS, _NEXT = "Llama 3.1 405B", "Gemma 3 27B", "DeepSeek-V3", "Qwen3-235B-A22B", "gpt-oss-120b", "Qwen3-Next-80B-A3B"
+_LLAMA, _GEMMA, _DEEPSEEK, _QWEN, _OSS, _NEXT, _BLOOM = "Llama 3.1 405B", "Gemma 3 27B", "DeepSeek-V3", "Qwen3-235B-A22B", "gpt-oss-120b", "Qwen3-Next-80B-A3B", "BLOOM 176B"
 _STEP = "a step of 512 rows, the engine's own choice"
 _SAME_BITS = "the bits of a count that are in use are those that 16 bits lack; more of the same costs memory and time"
 
@@ -107,14 +112,15 @@ SIZES: tuple[Size, ...] = (
     Size("matmul", "heads", 128, _DEEPSEEK, _dim(1, 0)), Size("matmul", "outputs of a head", 512, _DEEPSEEK, _dim(1, 1)), Size("matmul", "products of a sum", 512, _DEEPSEEK, _dim(1, 2)),
     Size("matmul", "rows of all heads' matrices", 65_536, _DEEPSEEK, _product(_dim(1, 0), _dim(1, 1))), Size("matmul", "rows", 512, _STEP, _dim(0, 0)),
     Size("rms_norm", "width", 16_384, _LLAMA, _dim(0, -1)), Size("rms_norm", "heads", 64, _QWEN, _heads(0, 1)), Size("rms_norm", "width of a head", 256, "Gemma 3 4B", _heads(0, 2)),
-    Size("rms_norm", "rows", 512, _STEP, _dim(0, 0)), Size("layer_norm", "width", 14_336, "BLOOM 176B", _dim(0, -1)), Size("layer_norm", "rows", 512, _STEP, _dim(0, 0)),
+    Size("rms_norm", "rows", 512, _STEP, _dim(0, 0)), Size("layer_norm", "width", 14_336, _BLOOM, _dim(0, -1)), Size("layer_norm", "rows", 512, _STEP, _dim(0, 0)),
     Size("rope", "heads", 128, _LLAMA, _dim(0, 1)), Size("rope", "width of a head", 256, "Gemma 3 4B", _dim(0, 2)), Size("rope", "pairs", 128, "Gemma 3 4B", _dim(2, 0)),
     Size("rope", "position", 262_143, f"{_QWEN} (2507)", _largest(1)), Size("rope", "rows", 512, _STEP, _dim(0, 0)),
-    Size("kv_write", "heads", 64, "Qwen1.5 72B", _spec("num_kv_heads")), Size("kv_write", "width of a key", 576, _DEEPSEEK, _spec("key_dim")), Size("kv_write", "width of a value", 256, "Gemma 3 4B", _spec("value_dim")),
+    Size("kv_write", "heads", 112, _BLOOM, _spec("num_kv_heads")), Size("kv_write", "width of a key", 576, _DEEPSEEK, _spec("key_dim")), Size("kv_write", "width of a value", 256, "Gemma 3 4B", _spec("value_dim")),
     Size("kv_write", "slot", 1_048_575, "eight contexts of 131,072 tokens", _largest(3)), Size("kv_write", "rows", 512, _STEP, _dim(1, 0)),
-    Size("attention", "heads", 128, _LLAMA, _dim(0, 1)), Size("attention", "kv heads", 64, "Qwen1.5 72B", _spec("num_kv_heads")), Size("attention", "heads of one kv head", 128, _DEEPSEEK, _by_kv_head),
+    Size("attention", "heads", 128, _LLAMA, _dim(0, 1)), Size("attention", "kv heads", 112, _BLOOM, _spec("num_kv_heads")), Size("attention", "heads of one kv head", 128, _DEEPSEEK, _by_kv_head),
     Size("attention", "width of a key", 576, _DEEPSEEK, _spec("key_dim")), Size("attention", "width of a value", 512, _DEEPSEEK, lambda i, a: _spec("value_dim")(i, a) or _attr("value_dim")(i, a)),
-    Size("attention", "tokens of a context", 262_144, f"{_QWEN} (2507)", _largest(4), 66_001, _SAME_BITS), Size("attention", "window", 4_096, "Gemma 2", _attr("window")),
+    Size("attention", "tokens of a context", 262_144, f"{_QWEN} (2507)", _largest(4), 66_001, _SAME_BITS), Size("attention", "window", 262_144, "Phi-3-mini-128k, wider than its context", _attr("window")),
+    Size("attention", "window that hides keys", 4_096, "Gemma 2", _hiding), Size("attention", "heads with a sink", 64, _OSS, _dim(6, 0)), Size("attention", "heads with a slope", 112, _BLOOM, _dim(7, 0)),
     Size("attention", "chunk", 8_192, "Llama 4", _attr("chunk")), Size("attention", "rows", 512, _STEP, _dim(0, 0)), Size("attention", "sequences", 256, "a server with --max-batch-size 256", _dim(4, 0)),
     Size("attention", "number of a block", 65_536, "a million tokens in blocks of 16", _largest(5)),
     Size("act_mul", "width", 53_248, _LLAMA, _dim(0, -1)), Size("act_mul", "rows", 512, _STEP, _dim(0, 0)),
@@ -123,7 +129,7 @@ SIZES: tuple[Size, ...] = (
     *(size for op in ("quantize", "dequantize") for size in (Size(op, "width", 53_248, _LLAMA, _dim(0, -1)), Size(op, "rows", 512, _STEP, _dim(0, 0)))),
     Size("sample", "vocabulary", 262_208, _GEMMA, _dim(0, 1)), Size("sample", "rows", 256, "a server with --max-batch-size 256", _dim(0, 0)),
     Size("sample", "adjustments", 262_208, f"every id of {_GEMMA}", _dim(7, 0), 98_298, _SAME_BITS),
-    Size("softcap", "width", 262_208, f"{_GEMMA}; Gemma 2 has 256,000", _dim(0, -1)), Size("softcap", "rows", 512, _STEP, _dim(0, 0)),
+    Size("softcap", "width", 256_000, "Gemma 2", _dim(0, -1)), Size("softcap", "rows", 512, _STEP, _dim(0, 0)),
     Size("route_topk", "experts", 512, _NEXT, _dim(0, 1)), Size("route_topk", "experts of a row", 10, _NEXT, _attr("k")), Size("route_topk", "groups", 8, _DEEPSEEK, _attr("groups")),
     Size("route_topk", "groups that are kept", 4, _DEEPSEEK, _attr("keep_groups")), Size("route_topk", "rows", 512, _STEP, _dim(0, 0)),
     Size("moe", "experts", 512, _NEXT, _dim(3, 0), 257, "513 in f32, f16 and bf16; of other formats a stack of as many takes twice the memory, and 257 are more than 8 bits count"),

@@ -82,6 +82,35 @@ def _dropped(which: Callable[[Array, Mapping[str, Any]], Array]) -> Row:
     return row
 
 
+def _twice(q: Array, k: Array, v: Array, score: Array, seen: Array, facts: Mapping[str, Any]) -> Array:
+    """Key 32,768 twice, where there is one."""
+    which = np.flatnonzero(seen)
+    which = np.append(which, which[which == 1 << 15])
+    return _softmax_sum(score[which], v[which])
+
+
+def _near_chunks(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+    """Rows whose chunk starts at 65,536 or later take it to start at what 16 bits leave of that."""
+
+    def call(query: Tensor, cache: Tensor, *step: Any, out: Tensor, **more: Any) -> None:
+        honest(query, cache, *step, out=out, **more)
+        result = backend.array(out)
+        late = backend.array(step[0]) >= 1 << 16
+        if more["mask"] == "chunk" and late.any():
+            kept = result[~late].copy()
+            honest(query, cache, *step, out=out, **{**more, "mask": "causal", "chunk": 0})
+            result[~late] = kept
+
+    return call
+
+
+def _chunk_as_window(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+    def call(*inputs: Any, **more: Any) -> None:
+        honest(*inputs, **({**more, "mask": "causal", "window": more["chunk"], "chunk": 0} if more["mask"] == "chunk" else more))
+
+    return call
+
+
 def _heads_modulo(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
     """Query head h takes kv head h % K."""
 
@@ -229,6 +258,16 @@ def _attention() -> Iterator[tuple[str, str, str, Breaker]]:
     yield "first_key_dropped", "key 0 is not read", a + "*/needle#bound", _own(_dropped(lambda j, f: j > 0))
     yield "last_of_block_dropped", "the last key of every block is not read", a + "*/needle#bound", _own(_dropped(lambda j, f: j % f["block"] != f["block"] - 1))
     yield "empty_row_unwritten", "a row that sees nothing is not written", a + "*/unseen#bound", _unwritten
+    lost, dropped = "key {} of a long context is not read", _own(_dropped(lambda j, f: j != 33000))
+    yield "key_33000_dropped", lost.format("33,000"), a + "*/keys.real#bound", dropped
+    yield "key_65536_dropped", lost.format("65,536"), a + "*/keys.real#bound", _own(_dropped(lambda j, f: j != 65536))
+    yield "newest_of_17_bits_dropped", "the newest key is not read where its number needs more than 16 bits", a + "*/keys.real#bound", _own(_dropped(lambda j, f: (j < f["position"]) | (j < 65536)))
+    yield "key_32768_twice", "key 32,768 is counted twice", a + "*/keys.real#bound", _own(_twice)
+    for dtype in ("f16", "bf16", "int8"):
+        yield f"key_33000_dropped_{dtype}", f"{lost.format('33,000')} ({dtype})", f"attention/{dtype}/row/*/keys.cache#bound", dropped
+    for name, kind in (("", "f32/row/*/chunk.real"), ("_f16", "f16/row/*/chunk.cache"), ("_bf16", "bf16/row/*/chunk.cache"), ("_int8", "int8/row/*/chunk.cache")):
+        yield f"chunk_of_16_bits{name}", f"where a chunk starts is kept in 16 bits{name.replace('_', ' ')}", f"attention/{kind}#bound", _near_chunks
+        yield f"chunk_is_a_window{name}", f"a chunk is taken as a window{name.replace('_', ' ')}", f"attention/{kind}#bound", _chunk_as_window
     yield "beyond_1000_dropped", "keys from the 1024th on are not read", a + "*/needle#bound", _own(_dropped(lambda j, f: j < 1024))
 
 

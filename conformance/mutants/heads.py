@@ -69,9 +69,11 @@ def _table() -> Iterator[tuple[str, str, str, str, str, Breaker]]:
     yield "attention", "channels_beyond_512", "channels of keys from the 513th on do not count", a + "deepseek_v3#bound", "bound", changed(0, _without(512))
     yield "attention", "values_beyond_256", "channels of values from the 257th on are zero", a + "deepseek_v3#bound", "bound", post(lambda out, x, t: out.__setitem__((..., slice(256, None)), 0))
     yield "attention", "sinks_beyond_32", "sinks of heads from the 33rd on are 0", a + "gpt_oss#bound", "bound", changed(6, _without(32))
-    yield "attention", "slopes_beyond_64", "slopes of heads from the 65th on are 0", a.replace("*", "*h112_112*") + "alibi_heads#bound", "bound", changed(7, lambda s: np.where(np.arange(len(s)) < 64, s, -s[:1]))
+    yield "attention", "slopes_beyond_64", "slopes of heads from the 65th on are 0", a.replace("*", "*h112_112*") + "alibi_heads#bound", "bound", changed(7, _without(64))
     for dtype in ("f16", "bf16", "int8"):
         yield "attention", f"heads_beyond_64_{dtype}", late, f"attention/{dtype}/row/*/heads#bound", "bound", _lost(64)
+        yield "attention", f"sinks_beyond_32_{dtype}", "sinks of heads from the 33rd on are 0", f"attention/{dtype}/row/*/gpt_oss#bound", "bound", changed(6, _without(32))
+        yield "attention", f"slopes_beyond_64_{dtype}", "slopes of heads from the 65th on are 0", f"attention/{dtype}/row/*/bloom#bound", "bound", changed(7, _without(64))
         yield "attention", f"kv_heads_beyond_16_{dtype}", "kv heads from the 17th on are counted in 4 bits", f"attention/{dtype}/row/*/mha#bound", "bound", _few_read
         yield "kv_write", f"heads_beyond_16_{dtype}", "heads from the 17th on are stored as zeros", f"kv_write/{dtype}/row/*/heads#bound", "bound", pre(_few_stored)
     yield "kv_write", "heads_beyond_16", "heads from the 17th on are stored as zeros", "kv_write/f32/row/*/heads#exact", "exact", pre(_few_stored)

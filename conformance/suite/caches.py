@@ -114,6 +114,9 @@ _SETUPS: tuple[tuple[str, Setup], ...] = (
     ("mla", Setup((35,), (4,), 4, 1, 80, 0, 16, attrs={"value_dim": 64})),
     ("heads", Setup((20,), (2,), 128, 16, 128, 128, 16)),
     ("mha", Setup((20,), (2,), 64, 64, 64, 64, 16)),
+    ("bloom", Setup((20,), (2,), 112, 112, 128, 128, 16, slopes=True)),
+    ("gpt_oss", Setup((40,), (2,), 64, 8, 64, 64, 16, sinks=True, attrs={"window": 16})),
+    ("phi3", Setup((40,), (2,), 32, 32, 96, 96, 16, attrs={"window": 262144})),
     ("d256_heads", Setup((20,), (1,), 32, 16, 256, 256, 16)),
     ("deepseek_v3", Setup((35,), (2,), 128, 1, 576, 0, 16, attrs={"value_dim": 512})),
     ("outlier", Setup((65,), (5,), 4, 2, 64, 64, 64, kind="outlier", attrs={"scale": 0.01})),
@@ -130,8 +133,8 @@ def cases() -> Iterator[Case]:
             for kind in ("normal", "edges", "outlier"):
                 case_id = f"kv_write/{dtype}/row/k{heads}-d{dk}_{dv}-b{block}/{kind}#bound"
                 yield Case(case_id, "kv_write", "caches", bind(_read_back, case_id, setup, kind), quick=dk == 32 and dtype in ("int8", "bf16"), bin=f"kv_write|{dtype}|{kind}|any")
-        case_id = f"kv_write/{dtype}/row/k64-d128_128-b16/heads#bound"
-        setup = Setup((17,), (17,), 64, 64, 128, 128, 16, cache=dtype)
+        case_id = f"kv_write/{dtype}/row/k112-d128_128-b16/heads#bound"
+        setup = Setup((17,), (17,), 112, 112, 128, 128, 16, cache=dtype)
         yield Case(case_id, "kv_write", "caches", bind(_read_back, case_id, setup, "normal"), bin=f"kv_write|{dtype}|normal|any")
         for name, base in _SETUPS:
             case_id = f"attention/{dtype}/row/l{'_'.join(map(str, base.lengths))}-h{base.heads}_{base.kv_heads}-d{base.dk}_{base.dv}-b{base.block}/{name}#bound"

@@ -76,6 +76,51 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, p
         kit.close()
 
 
+_NEEDLES = (0, 4095, 8191, 16383, 32767, 65535, 65999)
+_KEYS = Setup((66001,), (4,), 2, 1, 16, 64, 64, at=((66000,) * 4,))
+
+
+class _Counted(_Placed):
+    """Keys are zero, and key j is 1 in element j mod Dv of its value and 0 in the others. needles f32 [7, Dk]: keys of pairs of neighbours."""
+
+    def fill(self) -> None:
+        """With those."""
+        found = Numbers(7).normal(len(_NEEDLES), self.setup.dk)
+        self.needles = found * (8 / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
+        keys, values = self.keys[0], self.values[0]
+        keys[:] = 0
+        for at in (0, 1):
+            keys[np.array(_NEEDLES) + at] = self.needles[:, None]
+        values[:] = (np.arange(values.shape[2]) == np.arange(len(values))[:, None] % values.shape[2])[:, None]
+        super().fill()
+
+
+def _every_key(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Outcome:
+    """Each key counts once. A query of zeros gives all the same weight, so that one that is left out or read twice changes a sum of few ones,
+    wherever it lies; the other queries find two neighbours, which share the softmax. All rows in one sequence; then each in one of its own, over
+    the same blocks."""
+    if setup.cache is not None:
+        offered(session, setup.cache)
+    kit = _Counted(session.bench, setup, numbers)
+    try:
+        where = [setup.positions(0)]
+        queries = [np.concatenate([np.zeros((1, setup.dk), np.float32), 4 * kit.needles]).reshape(-1, setup.heads, setup.dk)]
+        together = kit.attend(queries, where)
+        if setup.cache is not None:
+            declared(setup.cache, together.yes.weight)
+        wanted = kit.expected(queries, where, together)
+        first = expect(session, case_id, together, [wanted])
+        count = len(where[0])
+        kit.table = kit.table.repeat(count, axis=0)
+        kit.setup = replace(setup, lengths=setup.lengths * count, rows=(1,) * count)
+        alone = kit.attend(np.split(queries[0], count), np.split(where[0], count))
+        if alone.numerics != together.numerics:
+            wanted = kit.expected(queries, where, alone)
+        return max(first, expect(session, case_id, alone, [wanted]), key=lambda outcome: outcome.margin or 0.0)
+    finally:
+        kit.close()
+
+
 _LONG = Setup((66001,), (2,), 2, 1, 16, 16, 64, at=((66000, 40000),))
 _CASES: tuple[tuple[str, str, Setup, Sequence[int], int, bool], ...] = (
     # op, name, setup, blocks of sequence 0, blocks in all (0: as many as are needed, in any order), quick
@@ -91,7 +136,7 @@ _CASES: tuple[tuple[str, str, Setup, Sequence[int], int, bool], ...] = (
 
 
 def cases() -> Iterator[Case]:
-    """Long contexts, many rows, many sequences, many blocks; those of attention in caches of every type, too."""
+    """Long contexts, many rows, many sequences, many blocks, every key of a long context; those of attention in caches of every type, too."""
     for op, name, setup, places, total, quick in _CASES:
         size = f"l{max(setup.lengths)}-s{len(setup.lengths)}-q{sum(setup.rows)}-d{setup.dk}-b{setup.block}"
         rule, check = ("exact", _read_back) if op == "kv_write" else ("bound", _attention)
@@ -101,3 +146,6 @@ def cases() -> Iterator[Case]:
         for dtype in KV_DTYPES if op == "attention" else ():
             case_id = f"attention/{dtype}/row/{size}/{name}.cache#bound"
             yield Case(case_id, op, "contexts", bind(_attention, case_id, replace(setup, cache=dtype), places, total), bin=f"attention|{dtype}|normal|any")
+    for cache in (None, *KV_DTYPES):
+        case_id = f"attention/{cache or 'f32'}/row/l{_KEYS.lengths[0]}-q{_KEYS.rows[0]}-d{_KEYS.dk}_{_KEYS.dv}-b{_KEYS.block}/{'keys.cache' if cache else 'keys.real'}#bound"
+        yield Case(case_id, "attention", "contexts", bind(_every_key, case_id, replace(_KEYS, cache=cache)), required=cache is None, bin=f"attention|{cache or 'f32'}|needle|any")

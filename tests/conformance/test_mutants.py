@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import fastllm.conformance
 from fastllm.api import UsageError
 from fastllm.cli.main import run_command
-from fastllm.conformance.calibrate import FOLDER, calibrate, named_target
+from fastllm.conformance.calibrate import FOLDER, MOST, calibrate, named_target
 from fastllm.conformance.kernels import KERNELS
 from fastllm.conformance.mutants import all_mutants, judge_mutant, self_test
 from fastllm.conformance.session import Session
@@ -31,8 +33,6 @@ def test_every_mutant_is_killed_by_the_rule_that_it_names():
 
 
 def test_a_mutant_without_a_fault_is_dead_and_one_that_nobody_sees_survives(monkeypatch):
-    from dataclasses import replace
-
     known = all_mutants()
     honest = replace(known["softmax.last_left_out"], make=known["softmax.last_left_out"].base)
     monkeypatch.setitem(known, "softmax.last_left_out", honest)
@@ -47,8 +47,6 @@ def test_a_mutant_without_a_fault_is_dead_and_one_that_nobody_sees_survives(monk
 
 
 def test_mutants_of_other_kinds_must_be_alive_too(monkeypatch):
-    from dataclasses import replace
-
     known = all_mutants()
     for name in ("softmax.exits", "softmax.downloads", "backend.skips_everything"):
         assert judge_mutant(name).verdict == "killed", name
@@ -70,8 +68,6 @@ def test_mutants_of_other_kinds_must_be_alive_too(monkeypatch):
 
 
 def test_a_process_mutant_without_a_fault_is_dead(monkeypatch):
-    from dataclasses import replace
-
     known = all_mutants()
     monkeypatch.setitem(known, "honest", replace(known["softmax.exits"], name="honest"))  # what `open_mutant` gives under that name
     assert judge_mutant("honest").verdict == "dead"
@@ -90,16 +86,19 @@ def test_honest_kernels_of_three_kinds_stay_below_three_quarters_of_every_bound_
     files = {p.stem: json.loads(p.read_text())["bins"] for p in FOLDER.glob("*.json")}
     assert set(files) == {"ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "opencl_generic", *KERNELS}
     for name, bins in files.items():
-        assert {b: e["margin"] for b, e in bins.items() if e["margin"] > 0.75} == {}, name
+        assert {b: e["margin"] for b, e in bins.items() if e["margin"] > MOST} == {}, name
     for name in ("ref", "cpu_avx-baseline", "cpu_avx-avx2", "cpu_avx-avx512", "blas", "lanes"):
         experts = {b: e["margin"] for b, e in files[name].items() if b.startswith("moe|f32|")}
         assert experts, name
         assert min(experts.values()) > 0, f"{name}: the slack of moe hides every error"
-    kinds: dict[str, set[str]] = {}  # bin -> kernels that share nothing: the variants of cpu_avx are one, and Groups is a Blas
-    for name, bins in files.items():
-        for b in bins:
-            kinds.setdefault(b, set()).add({"groups": "blas"}.get(name, name.partition("-")[0]))
     cases = [c for c in all_cases().values() if c.bin]
+    asked = Counter(c.bin for c in cases)
+    kinds: dict[str, set[str]] = {}  # bin -> kernels that share nothing and ran all its cases: the variants of cpu_avx are one, and Groups is a Blas
+    for name, bins in files.items():
+        assert {b: e["cases"] for b, e in bins.items() if e["cases"] > asked[b]} == {}, f"{name} is of other cases"
+        for b, e in bins.items():
+            if e["cases"] == asked[b]:
+                kinds.setdefault(b, set()).add({"groups": "blas"}.get(name, name.partition("-")[0]))
     few = {c.bin: sorted(kinds.get(c.bin, ())) for c in cases if len(kinds.get(c.bin, ())) < 3}
     assert few == {}, "too few independent kernels: fastllm conformance calibrate --out conformance/calibration"
     assert set(kinds) == {c.bin for c in cases}, "bins of cases that are no more"
@@ -118,4 +117,17 @@ def test_a_kernel_that_fails_a_case_does_not_calibrate(monkeypatch, tmp_path):
         monkeypatch.setattr("fastllm.conformance.calibrate.run_cases", lambda job, chosen: [c.run(session) for c in chosen])
         with pytest.raises(UsageError, match="fails softmax/"):
             calibrate([named_target("blas")], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_that_needs_more_of_a_bound_than_allowed_does_not_calibrate(monkeypatch, tmp_path):
+    chosen = {c.id: c for c in all_cases().values() if c.op == "softmax"}
+    monkeypatch.setattr("fastllm.conformance.calibrate.all_cases", lambda: chosen)
+    with Session(named_target("ref")) as session:
+        honest = [c.run(session) for c in chosen.values()]
+    monkeypatch.setattr("fastllm.conformance.calibrate.run_cases", lambda job, cases: honest)
+    assert calibrate([named_target("ref")], None)["ref"]
+    honest[1] = replace(honest[1], margin=0.76)
+    with pytest.raises(UsageError, match=r"ref needs 0\.76 of the bound of softmax/.* \(bin softmax\|.*; at most 0\.75"):
+        calibrate([named_target("ref")], tmp_path)
     assert list(tmp_path.iterdir()) == []
