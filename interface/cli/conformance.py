@@ -239,7 +239,7 @@ def self_test_command(mutants: tuple[str, ...], jobs: int, write: Path | None, a
 
 
 @conformance_command.command("calibrate")
-@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, cpu_avx in every variant, opencl_generic, and the suite's own: blas, groups]")
+@click.option("--backend", "backends", metavar="NAME", multiple=True, help="Honest backends to measure.  [default: ref, cpu_avx in every variant, opencl_generic, and the suite's own: blas, groups, lanes]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for one JSON file per backend.  [default: print only]")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes at the same time.")
 @_with(_common)
