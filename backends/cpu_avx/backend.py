@@ -52,7 +52,7 @@ from .threads import choose_threads
 
 __all__ = ["CpuBackend"]
 
-IDLE_SPIN_US = 600.0
+IDLE_SPIN_US = 350.0
 """How long idle threads watch for the next step before they sleep: longer than the host needs between two steps (eight answers that are held to
 grammars: 200 to 290 us). One that sleeps costs the next step some 100 us."""
 BARRIER_SPIN_US = 200.0

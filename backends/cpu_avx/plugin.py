@@ -57,9 +57,10 @@ def fastllm_probe(name: str) -> Ready | Unavailable:
         from . import isa
         from .threads import choose_threads
 
-        best, choice = isa.best(), choose_threads(0)
+        best = isa.best()
     except (ImportError, AttributeError) as error:  # a name that is not there: the code was built from older sources
         return Unavailable(f"the native code does not load: {error}", REBUILD)
+    choice = choose_threads(0)
     detail = f"{best}, {choice.count} thread{'s' * (choice.count != 1)}"
     return Ready((DeviceInfo("0", cpu_model(), memory_bytes(), detail, kind="cpu"),))
 
