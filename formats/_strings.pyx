@@ -14,9 +14,7 @@ from collections.abc import Sequence
 __all__ = ["Strings", "read_strings"]
 
 
-cdef class Strings:
-    """Texts by their number, read-only, in one block of UTF-8: texts are made when they are asked for. As Python's own objects
-    those of a large vocabulary would take eight times as much, scattered among what stays."""
+cdef class _Block:
 
     cdef bytes _block
     cdef bytes _ends  # int64 [texts + 1]
@@ -40,45 +38,55 @@ cdef class Strings:
 
     def __iter__(self):
         cdef Py_ssize_t i
-        return iter([self._text(i) for i in range(len(self))])
+        for i in range(len(self)):
+            yield self._text(i)
 
 
-Sequence.register(Strings)
+class Strings(_Block, Sequence):
+    """Texts by their number, read-only, in one block of UTF-8: texts are made when they are asked for. As Python's own objects
+    those of a large vocabulary would take eight times as much, scattered among what stays."""
+
+    __slots__ = ()
 
 
 def read_strings(const unsigned char[::1] data, Py_ssize_t pos, Py_ssize_t end, Py_ssize_t count) -> tuple[Strings, int]:
     """`count` strings (u64 length, UTF-8) of data[pos:end], and the position behind them.
 
     There are fewer where one reaches past `end` or is no UTF-8; the position is then that string's. Raises ValueError
-    for a part that is not in the data.
+    for a part that is not in the data. The data may be a file that another program writes to meanwhile: each length is
+    read once, and what is looked at is the copy.
     """
     cdef uint64_t length
-    cdef Strings out = Strings()
-    cdef Py_ssize_t i, found = 0, start = pos, total = 0
+    cdef _Block out = Strings()
+    cdef Py_ssize_t i, found = 0, start = pos
     cdef int64_t *ends
     cdef char *block
     if not 0 <= pos <= end <= data.shape[0]:
         raise ValueError(f"bytes {pos} to {end} of {data.shape[0]}")
+    count = max(0, min(count, (end - pos) // 8))
+    out._ends = PyBytes_FromStringAndSize(NULL, 8 * (count + 1))
+    ends = <int64_t *>PyBytes_AS_STRING(out._ends)
+    ends[0] = 0
     while found < count and end - pos >= 8:
         memcpy(&length, &data[pos], 8)
         if length > <uint64_t>(end - pos - 8):
             break
-        if not _is_utf8(&data[0] + pos + 8, <Py_ssize_t>length):
-            break
-        total += <Py_ssize_t>length
+        ends[found + 1] = ends[found] + <int64_t>length
         pos += 8 + <Py_ssize_t>length
         found += 1
-    out._block = PyBytes_FromStringAndSize(NULL, total)
-    out._ends = PyBytes_FromStringAndSize(NULL, 8 * (found + 1))
-    block, ends, total = PyBytes_AS_STRING(out._block), <int64_t *>PyBytes_AS_STRING(out._ends), 0
+    out._block = PyBytes_FromStringAndSize(NULL, ends[found])
+    block = PyBytes_AS_STRING(out._block)
+    pos = start
     for i in range(found):
-        ends[i] = total
-        memcpy(&length, &data[start], 8)
+        length = <uint64_t>(ends[i + 1] - ends[i])
         if length:
-            memcpy(block + total, &data[start + 8], length)
-        total += <Py_ssize_t>length
-        start += 8 + <Py_ssize_t>length
-    ends[found] = total
+            memcpy(block + ends[i], &data[pos + 8], length)
+            if not _is_utf8(<const unsigned char *>block + ends[i], <Py_ssize_t>length):
+                found = i
+                break
+        pos += 8 + <Py_ssize_t>length
+    if found < count:
+        out._block, out._ends = out._block[: ends[found]], out._ends[: 8 * (found + 1)]
     return out, pos
 
 

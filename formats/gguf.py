@@ -23,6 +23,7 @@ import numpy as np
 from ..core.errors import ModelFileError, UnsupportedError
 from ..core.quant import GGML_TYPES
 from ..core.weights import TensorSource
+from ._strings import Strings
 from .reader import Cursor, MappedFile, shown
 
 __all__ = ["GGML_LAYOUTS", "GGUFFile", "TensorInfo", "metadata_value", "read_gguf", "read_pairs"]
@@ -228,7 +229,9 @@ def _metadata(cur: Cursor, num_pairs: int) -> dict[str, Any]:
         key = cur.string(f"the key of metadata pair {index}", MAX_NAME_BYTES)
         if key in metadata:
             raise cur.file.error(f"the metadata key {shown(key)} appears twice", offset=start, key=key)
-        metadata[key] = _value(cur, f"the value of {shown(key)}", cur.u32(f"the type of {shown(key)}"), 0, budget)
+        value = _value(cur, f"the value of {shown(key)}", cur.u32(f"the type of {shown(key)}"), 0, budget)
+        # of a vocabulary only: what else there is becomes the configuration, which is written as JSON
+        metadata[key] = list(value) if isinstance(value, Strings) and not key.startswith("tokenizer.") else value
     return metadata
 
 
@@ -264,7 +267,8 @@ def _array(cur: Cursor, what: str, depth: int, budget: list[int]) -> Any:
     count = cur.count(f"the length of {what}", 8 if kind == _STRING else 12, budget[0])
     budget[0] -= count
     if kind == _STRING:
-        return cur.strings(count, what)
+        strings = cur.strings(count, what)
+        return strings if depth == 1 else list(strings)
     return [_array(cur, what, depth + 1, budget) for _ in range(count)]
 
 

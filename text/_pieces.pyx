@@ -8,12 +8,15 @@ own copies of the pieces takes 70 MB and half a second.
 Called by `sentence_pieces.SentencePieces`, which says what is wrong with a vocabulary.
 """
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy
 
-__all__ = ["PieceTable"]
+import numpy as np
+
+__all__ = ["PieceTable", "siphash"]
 
 cdef enum:
     LONGEST_TEXT = 1 << 30  # bytes: positions are int32
@@ -21,6 +24,7 @@ cdef enum:
 
 cdef struct Symbol:
     int32_t id
+    int32_t start  # byte of the text
     int32_t size  # bytes of text; 0: merged into the one before
     int32_t prev  # -1: none
     int32_t next
@@ -30,6 +34,71 @@ cdef struct Merge:
     uint64_t rank  # the piece's place by score, then the bytes of the left part
     int32_t pos
     int32_t id
+
+
+cdef uint64_t _rotated(uint64_t x, int bits) noexcept nogil:
+    return (x << bits) | (x >> (64 - bits))
+
+
+cdef void _round(uint64_t *v) noexcept nogil:
+    """One round of SipHash over its state v [4]."""
+    v[0] += v[1]
+    v[2] += v[3]
+    v[1] = _rotated(v[1], 13) ^ v[0]
+    v[3] = _rotated(v[3], 16) ^ v[2]
+    v[0] = _rotated(v[0], 32)
+    v[2] += v[1]
+    v[0] += v[3]
+    v[1] = _rotated(v[1], 17) ^ v[2]
+    v[3] = _rotated(v[3], 21) ^ v[0]
+    v[2] = _rotated(v[2], 32)
+
+
+cdef uint64_t _hash(
+    const uint64_t *key, const unsigned char *a, int64_t na, const unsigned char *b, int64_t nb
+) noexcept nogil:
+    """SipHash-1-3 (Aumasson & Bernstein 2012) of a followed by b. key [2]."""
+    cdef uint64_t v[4]
+    cdef uint64_t word = 0
+    cdef int64_t i = 0, n = na + nb
+    cdef int filled = 0  # bytes of `word`
+    v[0] = key[0] ^ <uint64_t>0x736F6D6570736575
+    v[1] = key[1] ^ <uint64_t>0x646F72616E646F6D
+    v[2] = key[0] ^ <uint64_t>0x6C7967656E657261
+    v[3] = key[1] ^ <uint64_t>0x7465646279746573
+    while i < n:
+        if filled == 0 and i + 8 <= na:
+            memcpy(&word, a + i, 8)
+            i, filled = i + 8, 8
+        elif filled == 0 and i >= na and i + 8 <= n:
+            memcpy(&word, b + (i - na), 8)
+            i, filled = i + 8, 8
+        else:
+            word |= <uint64_t>(a[i] if i < na else b[i - na]) << (8 * filled)
+            i, filled = i + 1, filled + 1
+        if filled == 8:
+            v[3] ^= word
+            _round(v)
+            v[0] ^= word
+            word, filled = 0, 0
+    word |= <uint64_t>n << 56
+    v[3] ^= word
+    _round(v)
+    v[0] ^= word
+    v[2] ^= 0xFF
+    _round(v)
+    _round(v)
+    _round(v)
+    return v[0] ^ v[1] ^ v[2] ^ v[3]
+
+
+def siphash(bytes key, bytes left, bytes right) -> int:
+    """The hash of left followed by right under a key of 16 bytes, as the table has it: to compare with others."""
+    cdef uint64_t words[2]
+    if len(key) != 16:
+        raise ValueError(f"a key of {len(key)} bytes")
+    memcpy(words, PyBytes_AS_STRING(key), 16)
+    return _hash(words, left, len(left), right, len(right))
 
 
 cdef bint _before(const Merge *a, const Merge *b) noexcept nogil:
@@ -71,19 +140,20 @@ cdef class PieceTable:
 
     block: the pieces in UTF-8, one behind the other; ends: int32 [pieces + 1], where each begins and the last one ends.
     places: int32 [pieces], the place by score of a piece that takes part in merging, -1 for others.
-    spells_bytes: a character without a piece is written as the pieces <0x00> to <0xFF>, if all of its bytes have one.
-    unknown: the token for what has none at all, or -1: it is left out then.
-    seed: of the hash, so that no file can be made whose pieces collide. Raises ValueError for arrays that do not fit.
+    byte_pieces: int32 [256], the pieces that write the bytes of a character without a piece, or -1 throughout.
+    unknown: the token for such a character where there are none, or -1: it is left out then.
+    key: 16 random bytes; who does not know them can make no file whose pieces collide.
+    Raises ValueError for arrays that do not fit.
     doubled: the first two numbers that have the same piece, or None.
     """
 
     cdef const unsigned char[::1] _block
     cdef const int32_t[::1] _ends
     cdef const int32_t[::1] _places
-    cdef int32_t _fallback[256]
+    cdef const int32_t[::1] _byte_pieces
     cdef int32_t *_slots
     cdef uint64_t _mask
-    cdef uint64_t _seed
+    cdef uint64_t _key[2]
     cdef int64_t _longest
     cdef int32_t _unknown
     cdef readonly object doubled
@@ -93,14 +163,22 @@ cdef class PieceTable:
         const unsigned char[::1] block,
         const int32_t[::1] ends,
         const int32_t[::1] places,
-        bint spells_bytes,
+        const int32_t[::1] byte_pieces,
         int32_t unknown,
-        uint64_t seed,
+        bytes key,
     ):
         cdef Py_ssize_t count = places.shape[0], i
         cdef uint64_t size = 4, at
         cdef int32_t found
+        cdef bint spells_bytes = byte_pieces.shape[0] == 256 and byte_pieces[0] >= 0
         self._slots = NULL
+        if len(key) != 16:
+            raise ValueError(f"a key of {len(key)} bytes for pieces")
+        if byte_pieces.shape[0] != 256:
+            raise ValueError(f"{byte_pieces.shape[0]} byte pieces")
+        for i in range(256):
+            if not -1 <= byte_pieces[i] < count or (byte_pieces[i] >= 0) != spells_bytes:
+                raise ValueError(f"byte {i} has piece {byte_pieces[i]}")
         if ends.shape[0] != count + 1 or count >= 1 << 30 or not -1 <= unknown < count:
             raise ValueError(f"{count} pieces with {ends.shape[0]} ends, unknown {unknown}")
         if ends[0] != 0 or ends[count] != block.shape[0]:
@@ -110,7 +188,9 @@ cdef class PieceTable:
             if ends[i + 1] < ends[i]:
                 raise ValueError(f"piece {i} ends before it begins")
             self._longest = max(self._longest, <int64_t>ends[i + 1] - ends[i])
-        self._block, self._ends, self._places, self._unknown, self._seed = block, ends, places, unknown, seed
+        self._block, self._ends, self._places = block, ends, places
+        self._byte_pieces, self._unknown = byte_pieces, unknown
+        memcpy(self._key, PyBytes_AS_STRING(key), 16)
         while size < 2 * <uint64_t>count:
             size *= 2
         self._mask = size - 1
@@ -124,8 +204,11 @@ cdef class PieceTable:
                 self._slots[at] = <int32_t>i + 1
             elif self.doubled is None:
                 self.doubled = (found, i)
-        for i in range(256):
-            self._fallback[i] = self.find(f"<0x{i:02X}>") if spells_bytes else -1
+
+    def __reduce__(self):
+        key = PyBytes_FromStringAndSize(<const char *>self._key, 16)
+        arrays = [np.asarray(self._ends), np.asarray(self._places), np.asarray(self._byte_pieces)]
+        return PieceTable, (bytes(self._block), *arrays, self._unknown, key)
 
     def __dealloc__(self):
         free(self._slots)
@@ -139,16 +222,9 @@ cdef class PieceTable:
         self, const unsigned char *a, int64_t na, const unsigned char *b, int64_t nb, uint64_t *where
     ) noexcept nogil:
         """The piece that is a followed by b, or -1; where: its place in the table, or the free one (may be NULL)."""
-        cdef uint64_t code = self._seed, at
-        cdef int64_t i
+        cdef uint64_t at = _hash(self._key, a, na, b, nb) & self._mask
         cdef int32_t piece
         cdef const unsigned char *s
-        for i in range(na):
-            code = (code ^ a[i]) * <uint64_t>0x100000001B3
-        for i in range(nb):
-            code = (code ^ b[i]) * <uint64_t>0x100000001B3
-        code = (code ^ (code >> 29)) * <uint64_t>0xBF58476D1CE4E5B9
-        at = (code ^ (code >> 32)) & self._mask
         while self._slots[at]:
             piece = self._slots[at] - 1
             if self._ends[piece + 1] - self._ends[piece] == na + nb:
@@ -189,7 +265,7 @@ cdef class PieceTable:
         cdef Py_ssize_t i = 0, k, n, count = 0
         cdef int32_t piece
         cdef int32_t pending = 0  # bytes of characters without a token, which become one unknown token
-        cdef bint covered
+        cdef bint spells_bytes = self._byte_pieces[0] >= 0
         while i < size:
             n = 1 if text[i] < 0x80 else 2 if text[i] < 0xE0 else 3 if text[i] < 0xF0 else 4
             if n > size - i:
@@ -197,23 +273,19 @@ cdef class PieceTable:
             piece = self._find(&text[i], n, NULL, 0, NULL)
             if piece >= 0:
                 if pending:
-                    symbols[count].id, symbols[count].size = self._unknown, pending
+                    symbols[count] = Symbol(self._unknown, <int32_t>i - pending, pending, -1, -1)
                     count, pending = count + 1, 0
-                symbols[count].id, symbols[count].size = piece, <int32_t>n
+                symbols[count] = Symbol(piece, <int32_t>i, <int32_t>n, -1, -1)
                 count += 1
-            else:
-                covered = True
-                for k in range(n):
-                    covered = covered and self._fallback[text[i + k]] >= 0
-                if covered:
-                    for k in range(n):
-                        symbols[count].id, symbols[count].size = self._fallback[text[i + k]], 1
-                        count += 1
-                elif self._unknown >= 0:
-                    pending += <int32_t>n
+            elif spells_bytes:
+                for k in range(i, i + n):
+                    symbols[count] = Symbol(self._byte_pieces[text[k]], <int32_t>k, 1, -1, -1)
+                    count += 1
+            elif self._unknown >= 0:
+                pending += <int32_t>n
             i += n
         if pending:
-            symbols[count].id, symbols[count].size = self._unknown, pending
+            symbols[count] = Symbol(self._unknown, <int32_t>size - pending, pending, -1, -1)
             count += 1
         for k in range(count):
             symbols[k].prev, symbols[k].next = <int32_t>k - 1, <int32_t>k + 1 if k + 1 < count else -1
@@ -238,7 +310,8 @@ cdef class PieceTable:
             if not self._pair(symbols, pos, right, &now) or now.id != best.id:
                 continue  # one of the two is another one by now
             symbols[pos].id = best.id
-            symbols[pos].size += symbols[right].size
+            # with what was left out between
+            symbols[pos].size = symbols[right].start + symbols[right].size - symbols[pos].start
             symbols[right].size = 0
             symbols[pos].next = symbols[right].next
             if symbols[pos].next >= 0:
@@ -251,28 +324,39 @@ cdef class PieceTable:
                 waiting += 1
 
     def encode(self, str text):
-        """(ids, bytes of each) of a text whose blanks are written as the pieces have them. Raises UnicodeEncodeError for a lone
-        surrogate, ValueError for more than a GiB, MemoryError."""
-        cdef Py_ssize_t size, count = 0, k
+        """(ids, first byte of each, bytes of each), int32 [tokens] as bytes, of a text whose blanks are written as
+        the pieces have them. Raises UnicodeEncodeError for a lone surrogate, ValueError for more than a GiB, MemoryError."""
+        cdef Py_ssize_t size, count = 0, kept = 0, k
         cdef const unsigned char *data = <const unsigned char *>PyUnicode_AsUTF8AndSize(text, &size)
         cdef Symbol *symbols
-        cdef Merge *heap
-        cdef list ids = [], sizes = []
+        cdef Merge *heap = NULL
+        cdef int32_t *ids
+        cdef int32_t *starts
+        cdef int32_t *sizes
         if size > LONGEST_TEXT:
             raise ValueError(f"a text of {size:,} bytes")
         symbols = <Symbol *>malloc((size + 1) * sizeof(Symbol))
-        heap = <Merge *>malloc((2 * size + 2) * sizeof(Merge))
         try:
-            if symbols is NULL or heap is NULL:
-                raise MemoryError()
             with nogil:
-                count = self._split(data, size, symbols)
-                self._merge(symbols, count, heap)
-            for k in range(count):
-                if symbols[k].size:
-                    ids.append(symbols[k].id)
-                    sizes.append(symbols[k].size)
+                if symbols is not NULL:
+                    count = self._split(data, size, symbols)
+                    heap = <Merge *>malloc((2 * count + 2) * sizeof(Merge))
+                if heap is not NULL:
+                    self._merge(symbols, count, heap)
+                    for k in range(count):
+                        if symbols[k].size:
+                            symbols[kept] = symbols[k]
+                            kept += 1
+            if heap is NULL:
+                raise MemoryError()
+            found = [PyBytes_FromStringAndSize(NULL, kept * sizeof(int32_t)) for _ in range(3)]
+            ids = <int32_t *>PyBytes_AS_STRING(found[0])
+            starts = <int32_t *>PyBytes_AS_STRING(found[1])
+            sizes = <int32_t *>PyBytes_AS_STRING(found[2])
+            with nogil:
+                for k in range(kept):
+                    ids[k], starts[k], sizes[k] = symbols[k].id, symbols[k].start, symbols[k].size
         finally:
             free(symbols)
             free(heap)
-        return ids, sizes
+        return tuple(found)

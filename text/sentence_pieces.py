@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -22,28 +21,28 @@ __all__ = ["Encoded", "SentencePieces"]
 class Encoded:
     """What a text became. ids: its tokens; offsets: (first character, one behind the last) of each."""
 
-    def __init__(self, text: str, ids: list[int], sizes: list[int]):
-        self._text, self.ids, self._sizes = text, ids, sizes
+    def __init__(self, text: str, ids: bytes, starts: bytes, sizes: bytes):
+        self._text, self._starts, self._sizes = text, starts, sizes
+        self.ids: list[int] = np.frombuffer(ids, np.int32).tolist()
 
     @property
     def offsets(self) -> list[tuple[int, int]]:
         """In characters; a token that is a part of one has all of it."""
         raw = np.frombuffer(self._text.encode(), np.uint8)
         begun = np.cumsum((raw & 0xC0) != 0x80)  # [bytes]: characters that have begun there
-        ends = list(accumulate(self._sizes))
-        return [(int(begun[end - size]) - 1, int(begun[end - 1])) for end, size in zip(ends, self._sizes, strict=True)]
+        starts, sizes = np.frombuffer(self._starts, np.int32), np.frombuffer(self._sizes, np.int32)
+        return list(zip((begun[starts] - 1).tolist(), begun[starts + sizes - 1].tolist(), strict=True))
 
 
 class SentencePieces:
-    """Text → ids. places: int32 [pieces], the place by score of each piece that takes part in merging, -1 for others. spells_bytes: characters
-    without a piece are written as the pieces <0x00> to <0xFF>. unknown: the token for what has none. normalize: what becomes of a text first.
-    doubled: two numbers that have the same piece, or None: such a vocabulary cannot be used.
+    """Text → ids. places: int32 [pieces], the place by score of each piece that takes part in merging, -1 for others. byte_pieces: int32 [256], the
+    piece that stands for each byte, with which characters without a piece are written, or -1 throughout. unknown: the token for what has none.
+    normalize: what becomes of a text first. doubled: two numbers that have the same piece, or None: such a vocabulary cannot be used.
     """
 
-    def __init__(self, pieces: Sequence[str], places: np.ndarray, spells_bytes: bool, unknown: int | None):
+    def __init__(self, pieces: Sequence[str], places: np.ndarray, byte_pieces: np.ndarray, unknown: int | None):
         self.pieces = Pieces(pieces)
-        seed = int.from_bytes(os.urandom(8), "little")
-        self._table = PieceTable(self.pieces.block, self.pieces.ends, places, spells_bytes, -1 if unknown is None else unknown, seed)
+        self._table = PieceTable(self.pieces.block, self.pieces.ends, places, byte_pieces, -1 if unknown is None else unknown, os.urandom(16))
         self.doubled = self._table.doubled
         self.normalize: Callable[[str], str] = escape_blanks
 

@@ -1,6 +1,6 @@
 """Text ↔ token ids, exactly as the model's own tokenizer does it, with one rule more: client text is text.
 
-Merging is done by the `tokenizers` library; this class decides around it. It finds special tokens itself, in text the caller
+Merging is done by the `tokenizers` library, or for SentencePiece vocabularies by `sentence_pieces.py`; this class decides around it. It finds special tokens itself, in text the caller
 trusts (a chat template) and never in text a client wrote, although both are encoded as one string, so that ids equal the
 reference wherever no client writes a marker. It puts BOS once, keeps SentencePiece's leading blank where the reference
 has it, and knows the exact bytes of each token, on which `detokenizer.py` builds. Used by the engine's front ends and the server.
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -20,12 +21,16 @@ from fastllm.core.errors import InvalidRequest
 
 from .huggingface import read_tokenizer_json
 from .pieces import Pieces
-from .sentence_pieces import SentencePieces
+from .sentence_pieces import Encoded, SentencePieces
 from .vocabulary import Added, Vocabulary, guarded, read_gguf_vocabulary, read_sentencepiece_vocabulary
 
 __all__ = ["Tokenizer"]
 
 Merging = tokenizers.Tokenizer | SentencePieces
+
+
+def _encoded(text: str, library: Merging) -> tokenizers.Encoding | Encoded:
+    return guarded(lambda: library.encode(text, add_special_tokens=False), "the text cannot be encoded")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -232,25 +237,36 @@ class Tokenizer:
 
     def _run(self, text: str, library: Merging) -> list[int]:
         if isinstance(library, SentencePieces):  # parts of a text that is normalized are not normalized again
-            return self._without_markers(guarded(lambda: library.normalize(text), "the text cannot be encoded"), library, library)
-        return self._without_markers(text, library, self._tail_library())
+            return self._without_markers(guarded(lambda: library.normalize(text), "the text cannot be encoded"), library, lambda: library)
+        return self._without_markers(text, library, self._tail_library)
 
-    def _without_markers(self, text: str, library: Merging, tail: Merging) -> list[int]:
-        """Ids of which none is a special token, where a vocabulary has merges that spell one. tail: encodes what follows a cut."""
-        encoding = guarded(lambda: library.encode(text, add_special_tokens=False), "the text cannot be encoded")
-        ids: list[int] = encoding.ids
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        # Cut the text inside that token, so that it stays text.
-        index = next(i for i, value in enumerate(ids) if value in self._control_ids)
-        start, end = encoding.offsets[index]
-        if end - start < 2 or end - start == len(text) < 2:
-            raise InvalidRequest(
-                f"the tokenizer reads {text[start:end]!r} as the special token {self._pieces[ids[index]]!r}.",
-                who="prompt",
-                fix="remove the character",
-            )
-        return self._without_markers(text[: start + 1], library, tail) + self._without_markers(text[start + 1 :], tail, tail)
+    def _without_markers(self, text: str, first: Merging, tail: Callable[[], Merging]) -> list[int]:
+        """Ids of which none is a special token, where a vocabulary has merges that spell one: the text is cut inside each such token, so that it
+        stays text, until no part has any. first: encodes what the text begins with; tail: gives what encodes the parts behind a cut."""
+        ids: list[int] = []
+        parts = [(text, first)]  # to be encoded, the next one last
+        while parts:
+            part, library = parts.pop()
+            encoding = _encoded(part, library)
+            found: list[int] = encoding.ids
+            if self._control_ids.isdisjoint(found):
+                ids += found
+                continue
+            cuts = []
+            for index, (start, end) in zip(found, encoding.offsets, strict=True):
+                if index in self._control_ids:
+                    if end - start < 2:
+                        raise InvalidRequest(
+                            f"the tokenizer reads {part[start:end]!r} as the special token {self._pieces[index]!r}.",
+                            who="prompt",
+                            fix="remove the character",
+                        )
+                    cuts.append(start + 1)
+            behind = tail()
+            edges = [*sorted(set(cuts)), len(part)]
+            parts += [(part[a:b], behind) for a, b in reversed([*pairwise(edges)])]
+            parts.append((part[: edges[0]], library))
+        return ids
 
     def _tail_library(self) -> Merging:
         if self._vocabulary.tail is None:

@@ -1,4 +1,4 @@
-"""From a model's files to one neutral `Vocabulary`: pieces, kinds of tokens, and the library object that merges.
+"""From a model's files to one neutral `Vocabulary`: pieces, kinds of tokens, and the object that merges.
 
 Three sources are read: GGUF metadata (`read_gguf_vocabulary`), SentencePiece models (`read_sentencepiece_vocabulary`) and
 Hugging Face's tokenizer.json (in `huggingface.py`). Everything is checked here, once: hostile or inconsistent files end in a
@@ -60,7 +60,7 @@ class Added:
 
 @dataclass
 class Vocabulary:
-    """What `Tokenizer` runs on. library: merges plain text, adds nothing. special_ids: hidden by `decode`.
+    """What `Tokenizer` runs on. library: the object that merges plain text, of the `tokenizers` library or our own; it adds nothing. special_ids: hidden by `decode`.
 
     escaped: added tokens are looked for in text whose blanks are written "▁", as SentencePiece does.
     space_prefix: where "▁" is put before text: `never` (or the library does it itself), at the start and after `control`
@@ -324,11 +324,17 @@ def _metaspace_bpe(pieces: Sequence[str], types: np.ndarray, scores: np.ndarray,
         if not match:
             raise bad(f"tokens[{index}]", pieces[index], "a byte token is written <0x00> to <0xFF>")
         byte_ids[index] = int(match[1], 16)
+    byte_pieces = np.full(256, -1, np.int32)
+    byte_pieces[list(byte_ids.values())] = list(byte_ids)
+    if byte_ids and (len(byte_ids) != 256 or (byte_pieces < 0).any()):
+        missing = ", ".join(f"<0x{byte:02X}>" for byte in np.flatnonzero(byte_pieces < 0)[:3].tolist())
+        hint = f"missing: {missing}" if missing else "some are doubled"
+        raise bad(f"the number of byte tokens in {key}", len(byte_ids), f"there are none, or one for each of the 256 bytes; {hint}")
     unknown = next(iter(np.flatnonzero(types == UNKNOWN).tolist()), None)
     places = np.empty(len(pieces), np.int32)
     places[np.argsort(-scores.astype(np.float64), kind="stable")] = np.arange(len(pieces), dtype=np.int32)
     places[(types != NORMAL) & (types != UNUSED) & (types != 0)] = -1
-    merging = SentencePieces(pieces, places, bool(byte_ids), unknown)
+    merging = SentencePieces(pieces, places, byte_pieces, unknown)
     if merging.doubled is not None:
         raise _doubled(key, *merging.doubled, pieces[merging.doubled[0]])
     added, special = _added_by_type(pieces, types)
@@ -359,7 +365,8 @@ def read_sentencepiece_vocabulary(
         table.append(guarded(lambda: normalizers.Precompiled(model.charsmap), "the normalizer table is damaged"))
     steps = list(table)
     if model.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        # runs first: trimmed as runs, every blank inside of one would begin a search for the end of the text
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
     steps.append(normalizers.Replace(" ", "▁"))
     library = vocabulary.library
     vocabulary.strips_space = model.add_dummy_prefix

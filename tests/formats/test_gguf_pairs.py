@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,6 +99,53 @@ def test_texts_are_made_when_they_are_asked_for() -> None:
     for bad in (b"\xff", b"ok" * 5 + b"\xed\xa0\x80", b"\xc0\x80"):
         found, pos = read_strings(np.frombuffer(data + len(bad).to_bytes(8, "little") + bad, np.uint8), 0, len(data) + 8 + len(bad), 6)
         assert (list(found), pos) == (texts, len(data))
+    assert (strings.index("last"), strings.count("é日"), "none" in strings) == (4, 1, False)
+    assert list(reversed(strings)) == texts[::-1]
+    assert next(iter(strings)) == "a"
+
+
+CHANGING = """
+import mmap, os, signal, struct, sys, time
+import numpy as np
+from fastllm.formats._strings import read_strings
+count, item = 100_000, struct.pack("<Q", 8) + b"abcdefgh"
+data = mmap.mmap(-1, count * 16)
+data[:] = item * count
+at = 16 * (count * 3 // 4)
+writer = os.fork()
+if writer == 0:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        data[at : at + 8] = struct.pack("<Q", 1 << 33)
+        data[at : at + 8] = struct.pack("<Q", 8)
+    os._exit(0)
+begin, seen = time.monotonic(), set()
+while time.monotonic() - begin < 2 and len(seen) < 2 or time.monotonic() - begin < 0.7:
+    found, pos = read_strings(np.frombuffer(data, np.uint8), 0, len(data), count)
+    assert (len(found), pos) in ((count, len(data)), (count * 3 // 4, at)), (len(found), pos)
+    seen.add(len(found))
+    assert found[len(found) - 1] == "abcdefgh"
+os.kill(writer, signal.SIGKILL)
+print("read")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a second process with the same memory")
+def test_lengths_that_another_process_writes_meanwhile_are_read_once() -> None:
+    done = subprocess.run([sys.executable, "-c", CHANGING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "read\n", "")
+
+
+def test_many_texts_outside_of_a_vocabulary_are_a_list_that_can_be_written_as_json(tmp_path: Path) -> None:
+    labels = [f"label {i}" for i in range(2000)]
+    pairs = {"general.architecture": "llama", "general.labels": labels, "general.nested": [labels, ["x"]], "tokenizer.ggml.tokens": labels}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(pairs_to_bytes(pairs))
+    with open_model(path) as files:
+        assert json.loads(json.dumps(files.config)) == {key: value for key, value in pairs.items() if not key.startswith("tokenizer.")}
+    tokens = pairs_from(path.read_bytes(), "model.gguf")["tokenizer.ggml.tokens"]
+    assert not isinstance(tokens, list)
+    assert list(tokens) == labels
 
 
 def test_a_model_whose_tokenizer_is_made_forgets_the_vocabulary(tmp_path: Path) -> None:
