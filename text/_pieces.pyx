@@ -54,37 +54,44 @@ cdef void _round(uint64_t *v) noexcept nogil:
     v[2] = _rotated(v[2], 32)
 
 
+cdef void _absorb(uint64_t *v, uint64_t word) noexcept nogil:
+    v[3] ^= word
+    _round(v)
+    v[0] ^= word
+
+
 cdef uint64_t _hash(
     const uint64_t *key, const unsigned char *a, int64_t na, const unsigned char *b, int64_t nb
 ) noexcept nogil:
     """SipHash-1-3 (Aumasson & Bernstein 2012) of a followed by b. key [2]."""
     cdef uint64_t v[4]
     cdef uint64_t word = 0
-    cdef int64_t i = 0, n = na + nb
-    cdef int filled = 0  # bytes of `word`
+    cdef int64_t i = 0
+    cdef int bits = 0  # of `word`
     v[0] = key[0] ^ <uint64_t>0x736F6D6570736575
     v[1] = key[1] ^ <uint64_t>0x646F72616E646F6D
     v[2] = key[0] ^ <uint64_t>0x6C7967656E657261
     v[3] = key[1] ^ <uint64_t>0x7465646279746573
-    while i < n:
-        if filled == 0 and i + 8 <= na:
-            memcpy(&word, a + i, 8)
-            i, filled = i + 8, 8
-        elif filled == 0 and i >= na and i + 8 <= n:
-            memcpy(&word, b + (i - na), 8)
-            i, filled = i + 8, 8
-        else:
-            word |= <uint64_t>(a[i] if i < na else b[i - na]) << (8 * filled)
-            i, filled = i + 1, filled + 1
-        if filled == 8:
-            v[3] ^= word
-            _round(v)
-            v[0] ^= word
-            word, filled = 0, 0
-    word |= <uint64_t>n << 56
-    v[3] ^= word
-    _round(v)
-    v[0] ^= word
+    while na - i >= 8:
+        memcpy(&word, a + i, 8)
+        _absorb(v, word)
+        i += 8
+    word = 0
+    while i < na:
+        word |= <uint64_t>a[i] << bits
+        i, bits = i + 1, bits + 8
+    i = 0
+    while i < nb:
+        word |= <uint64_t>b[i] << bits
+        i, bits = i + 1, bits + 8
+        if bits == 64:
+            _absorb(v, word)
+            word, bits = 0, 0
+            while nb - i >= 8:
+                memcpy(&word, b + i, 8)
+                _absorb(v, word)
+                i, word = i + 8, 0
+    _absorb(v, word | <uint64_t>(na + nb) << 56)
     v[2] ^= 0xFF
     _round(v)
     _round(v)
