@@ -226,23 +226,24 @@ def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
 @click.option("--warmup", type=click.IntRange(0), default=2, help="Requests before, that do not count.  [default: 2]")
 @click.option("--model-name", default="default", help="Model to name in requests.")
 @click.option("--api-key", envvar="FASTLLM_API_KEY", help="Key to send.")
-@click.option("--seed", type=int, default=0, help="Of prompts and times.  [default: 0]")
+@click.option("--seed", type=int, help="Of prompts and times; the same again finds its prompts in the cache.  [default: drawn, shown]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def serve_command(url: str, **values: Any) -> int:
     """Load a server at URL, and show what its clients see."""
+    seed = random.randrange(1 << 31) if values["seed"] is None else values["seed"]
     same = {"input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"]}
     same |= {"key": values["api_key"], "model": values["model_name"]}
 
     async def run() -> tuple[list[Sample], float]:
         if values["warmup"]:
-            await run_load(url, requests=values["warmup"], clients=values["warmup"], seed=values["seed"] + 1, **same)
-        asked = {"requests": values["requests"], "clients": values["clients"], "rate": values["rate"], "seed": values["seed"]}
+            await run_load(url, requests=values["warmup"], clients=values["warmup"], seed=seed + 1, **same)
+        asked = {"requests": values["requests"], "clients": values["clients"], "rate": values["rate"], "seed": seed}
         return await run_load(url, **asked, **same)
 
     found = summary(*asyncio.run(run()))
     load = {"rate": values["rate"]} if values["rate"] else {"clients": values["clients"]}
-    found = {"url": url, **load, "input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"], **found}
+    found = {"url": url, **load, "input_tokens": values["input_tokens"], "output_tokens": values["output_tokens"], "seed": seed, **found}
     nothing = bool(found["errors"]) and not found["tokens"]
     if values["as_json"]:
         click.echo(json.dumps(found))
@@ -256,7 +257,7 @@ def serve_command(url: str, **values: Any) -> int:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     how = f"{found['rate']:g} requests/s" if "rate" in found else f"{found['clients']} clients"
-    lines = [f"{found['requests']} requests of {found['input_tokens']} + {found['output_tokens']} tokens, {how}, {found['seconds']:.1f} s"]
+    lines = [f"{found['requests']} requests of {found['input_tokens']} + {found['output_tokens']} tokens, {how}, seed {found['seed']}, {found['seconds']:.1f} s"]
     lines.append(f"{'tokens/s':<22}{found['tokens_per_s']:>10.1f}")
     lines.append(f"{'requests/s':<22}{found['requests_per_s']:>10.2f}")
     names = {"ttft_ms": "first token", "itl_ms": "between tokens", "request_ms": "whole request"}

@@ -74,7 +74,7 @@ def _target(backend: str, pairs: tuple[str, ...], plugins_file: Path | None, plu
 
 @conformance_command.command("run")
 @click.option("--level", type=click.Choice(["bronze", "silver", "gold"]), default="bronze", show_default=True, help="Level to reach.")
-@click.option("--quick", is_flag=True, help="One case of each kind, under a minute; earns no level.")
+@click.option("--quick", is_flag=True, help="One case of each kind: under a minute for a CPU, more where a driver compiles; earns no level.")
 @click.option("--op", "ops", metavar="GLOB", multiple=True, help="Only cases of these ops; may be repeated.")
 @click.option("--case", "cases", metavar="ID", multiple=True, help="Only this case, or those that match; may be repeated.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the data.")
