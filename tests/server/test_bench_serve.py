@@ -33,6 +33,29 @@ def test_a_load_is_measured(server, command, load):
     assert found["tokens_per_s"] > 0
 
 
+def test_prompts_are_others_each_time_and_a_seed_makes_them_again(server, command, monkeypatch):
+    """With the same prompts a second run would measure the server's prefix cache."""
+    from fastllm.cli import bench_serve
+
+    sent, request = [], bench_serve._request
+
+    async def seen(target, body):
+        sent.append(tuple(body["prompt"]))
+        return await request(target, body)
+
+    monkeypatch.setattr(bench_serve, "_request", seen)
+    runs = []
+    for seed in ([], [], ["--seed", "7"], ["--seed", "7"]):
+        sent.clear()
+        code, said = command(server.url, "--requests", "2", "--clients", "1", "--input-tokens", "8", "--output-tokens", "2", *seed, "--json")
+        assert code == 0
+        runs.append((json.loads(said.out)["seed"], *sorted(sent)))
+    assert runs[0] != runs[1]
+    assert runs[0][1:] != runs[1][1:]
+    assert runs[2] == runs[3]
+    assert runs[2][0] == 7
+
+
 def test_the_table_is_for_people(server, command):
     code, said = command(server.url + "/v1", "--requests", "2", "--output-tokens", "2", "--input-tokens", "5")
     assert code == 0
