@@ -25,7 +25,7 @@ from fastllm.formats.quant_rules import QuantRules
 from fastllm.loading import LoadOptions, open_text
 
 TEXT = ROOT / "tests" / "models" / "data" / "perplexity.txt"
-DTYPES = ("stored", "int4g128", "int8", "q8_0")
+DTYPES = ("stored", "int4g128", "int8", "q8_0", "q4_0")
 CACHED = ("stored", "int8")
 """Where the cache is rounded, too: what that costs has little to do with the format of the weights."""
 WINDOW, WINDOWS = 512, 35
