@@ -174,6 +174,9 @@ class GrammarCompiler:
         except (TypeError, ValueError, RecursionError) as error:
             raise refused("the schema is not JSON", str(error), param) from None
         check_schema(schema, param)
+        if schema is False:
+            raise refused("the schema is false", "nothing fits it", param)
+        source = "{}" if schema is True else source  # the library's options have their place in an object
         return self._compiled("json_schema", source, lambda: llguidance.LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS), param)
 
     def json_object(self, param: str = "response_format") -> Grammar:

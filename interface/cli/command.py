@@ -233,7 +233,7 @@ class Command(click.Command):
                 raise refusal(name, row)
             elif row.kind == "note":
                 notes.append(f"{name} has no effect: {row.text}")
-                if not equals and rest and (row.takes > 0 or (row.takes < 0 and WORD.fullmatch(rest[0]))):
+                if not equals and rest and ((row.takes > 0 and not rest[0].startswith("--")) or (row.takes < 0 and WORD.fullmatch(rest[0]))):
                     rest.popleft()
             elif row.text not in known:
                 raise foreign(row.text, f"{name} is {row.text} here, which")

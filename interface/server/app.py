@@ -307,7 +307,7 @@ def make_app(runtime: Runtime) -> Gate:
         return Response(runtime.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(describe(app))
+        return JSONResponse(describe(app, settings))
 
     handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/chat/completions": generates("chat"),

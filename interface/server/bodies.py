@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..text import ChatTemplate
     from .prepare import Kitchen, Prepared
 
-__all__ = ["REFUSED", "check_body", "check_ignored", "explain", "parse_body"]
+__all__ = ["NEUTRAL", "REFUSED", "WITH_TEMPLATE", "check_body", "check_ignored", "explain", "parse_body"]
 
 PART_KEYS: Final = frozenset(
     "type text id name input tool_use_id is_error content thinking signature data source refusal annotations logprobs".split()
@@ -64,7 +64,7 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
 """Kind -> {field that is refused, unless its value asks for nothing: what to do instead}."""
 
 NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "")
-
+"""Values that ask for nothing."""
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -87,7 +87,11 @@ def check_body(kitchen: Kitchen, kind: str, raw: bytes, ready: Prepared) -> Any:
     """The validated body of a kind (`schemas.BODIES`); fields without effect go to `ready.ignored`. Raises InvalidRequest."""
     body = parse_body(raw)
     for name, instead in REFUSED[kind].items():
-        if body.get(name) not in NEUTRAL and not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
+        value = body.get(name)
+        if any(type(value) is type(none) and value == none for none in NEUTRAL):  # 0 is not False
+            if body.pop(name, None) is not None:
+                ready.ignored.append(name)
+        elif not (name == "chat_template" and kitchen.request_template and kind in WITH_TEMPLATE):
             raise InvalidRequest(f"{name} is not supported by this server", who=name, fix=instead or f"leave {name} out", param=name)
     modalities = body.get("modalities")
     if modalities is not None and modalities != ["text"]:

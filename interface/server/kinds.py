@@ -99,7 +99,7 @@ def prepare_count(kitchen: Kitchen, raw: bytes) -> Prepared:
     words = messages_words(body)
     _thinking(kitchen, body, words)
     with _named(MESSAGES_NAMES, ready):
-        count = chat(kitchen, ChatBody.model_validate(words), ready, count=True)
+        _, count = chat(kitchen, ChatBody.model_validate(words), ready, count=True)
     return _told(ready, {"input_tokens": count})
 
 
@@ -131,7 +131,7 @@ def prepare_responses_count(kitchen: Kitchen, raw: bytes) -> Prepared:
     ready = Prepared()
     body: ResponsesCountBody = check_body(kitchen, "responses_count", raw, ready)
     with _named(RESPONSES_NAMES, ready):
-        count = chat(kitchen, ChatBody.model_validate(responses_words(body)), ready, raw_tools(body)[1], count=True)
+        _, count = chat(kitchen, ChatBody.model_validate(responses_words(body)), ready, raw_tools(body)[1], count=True)
     return _told(ready, {"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -180,13 +180,14 @@ def _told(ready: Prepared, value: dict[str, Any]) -> Prepared:
 def prepare_template(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /apply-template: the exact prompt of a chat."""
     body: ChatBody = check_body(kitchen, "template", raw, ready := Prepared())
-    return _told(ready, {"prompt": render_text(with_template(kitchen, body), body).text})
+    text, _ = chat(with_template(kitchen, body), body, ready, count=True)
+    return _told(ready, {"prompt": text})
 
 
 def prepare_input_tokens(kitchen: Kitchen, raw: bytes) -> Prepared:
     """POST /v1/chat/completions/input_tokens."""
     body: ChatBody = check_body(kitchen, "input_tokens", raw, ready := Prepared())
-    count = chat(with_template(kitchen, body), body, ready, count=True)
+    _, count = chat(with_template(kitchen, body), body, ready, count=True)
     return _told(ready, {"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -181,13 +181,11 @@ def with_template(kitchen: Kitchen, body: ChatBody) -> Kitchen:
     return made
 
 
-def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None = None, *, count: bool = False) -> int:
-    """Fills `ready` from a chat, which may be one of another interface in this one's words; gives the tokens of its prompt.
+def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None = None, *, count: bool = False) -> tuple[str, int]:
+    """Fills `ready` from a chat, which may be one of another interface in this one's words; gives its prompt, and how many tokens that is.
 
     raw: tools whose input is a text with a grammar. count: no answer follows, so the prompt may fill the context."""
     asked = min((m for m in (body.max_tokens, body.max_completion_tokens) if m is not None), default=None)
-    if asked == 0:
-        raise InvalidRequest("max_tokens is 0: there would be no answer", who="max_tokens", fix="ask for at least 1", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", who="top_logprobs", fix="send both", param="top_logprobs")
     ready.params = sampling_params(kitchen, body, ready, max_tokens=asked, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
@@ -196,9 +194,11 @@ def chat(kitchen: Kitchen, body: ChatBody, ready: Prepared, raw: RawTools | None
     rendered = render_text(kitchen, body, use)
     _shape_answer(kitchen, body, use, rendered.text, ready)
     ids = kitchen.tokenizer.encode_parts(rendered.parts)
+    if not ids:
+        raise InvalidRequest("the model's template makes an empty prompt of these messages", who="messages", fix="send a text", param="messages")
     if not count:
         add_prompt(kitchen, ready, ids, asked, "messages")
-    return len(ids)
+    return rendered.text, len(ids)
 
 
 def _shape_answer(kitchen: Kitchen, body: ChatBody, use: ToolUse, prompt: str, ready: Prepared) -> None:

@@ -36,6 +36,15 @@ MAX_TEXTS: Final = 2048  # of one call that embeds
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=128, pattern=r"^[!-~]*$")]
+RESPONSE_FORMAT: Final[dict[str, Any]] = {
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": ["object", "boolean"]}}},
+        "schema": {"type": ["object", "boolean", "null"], "description": "Of json_object, as llama.cpp takes it."},
+    },
+}
+"""As /openapi.json has it; `constraints` checks it, whose words say more."""
 
 
 class Body(BaseModel):
@@ -160,14 +169,15 @@ class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=65536)
-    max_completion_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="As max_tokens; the smaller one wins.")
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Most new tokens; more than the context holds is cut to it.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="As max_tokens; the smaller one wins.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
     chat_template: str | None = Field(None, description="Only with --allow-request-template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
-    response_format: dict[str, Any] | None = Field(None, description='{"type": "text" | "json_object" | "json_schema", …}.')
+    response_format: Annotated[dict[str, Any], Field(json_schema_extra=RESPONSE_FORMAT)] | None = Field(None, description="What the answer must look like.")
     reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high.")
     thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")

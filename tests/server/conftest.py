@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,12 @@ import openai
 import pytest
 
 from fastllm.loading import LoadedModel, LoadOptions, load_model
+from fastllm.server.openapi import describe
 from fastllm.server.runtime import Runtime
 from fastllm.server.serve import open_sockets, serve
 from fastllm.server.settings import ServerSettings
+
+from .described import Description
 
 WAIT_S = 60
 
@@ -56,7 +60,8 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 class Server:
-    """A running server: url, runtime (look, do not touch: it belongs to the loop's thread), engine."""
+    """A running server: url, runtime (look, do not touch: it belongs to the loop's thread), engine. What `client` gets in JSON is held to what
+    /openapi.json says."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[], LoadedModel], hosts=("127.0.0.1",), wait: bool = True, tls: Any = None):
         self.settings = settings
@@ -66,7 +71,7 @@ class Server:
         self.code: int | None = None
         self.error: BaseException | None = None
         self.runtime: Runtime | None = None
-        self.client = httpx2.Client(base_url=self.url, timeout=WAIT_S)
+        self.client = httpx2.Client(base_url=self.url, timeout=WAIT_S, event_hooks={"response": [self._described]})
         self._up = threading.Event()
         self._load, self._tls = load, tls
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -79,6 +84,17 @@ class Server:
         assert self._up.wait(WAIT_S)
         if self.error is not None:
             raise self.error
+
+    @cached_property
+    def description(self) -> Description:
+        """What it says of its routes."""
+        return Description(describe(self.runtime.gate._app, self.settings))
+
+    def _described(self, answer: Any) -> None:
+        media = answer.headers.get("content-type", "")
+        if self.runtime is not None and not media.startswith("text/event-stream"):
+            request, raw = answer.request, answer.read()
+            self.description.answer(request.method, request.url.path.removeprefix(self.settings.root_path), answer.status_code, media, raw)
 
     def _run(self) -> None:
         def ready(runtime: Runtime) -> None:
