@@ -51,7 +51,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that can still be used: the smaller of MemAvailable and what the control groups leave; None if neither is known."""
+    """Bytes that can still be used: the smaller of MemAvailable and what the control groups leave; None if neither is known.
+
+    A group's usage counts the files that were read in it, a model's for example. The system gives those pages back before it refuses memory, so they
+    are no use of memory here, but for those that are mapped somewhere (`memory.stat`, Documentation/admin-guide/cgroup-v2.rst)."""
     found = []
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -60,8 +63,16 @@ def available_memory(root: Path = Path("/")) -> int | None:
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most, used = _read(folder / limit), _read(folder / usage)
             if most.isdigit() and used.isdigit() and int(most) < 1 << 60:
-                found.append(max(0, int(most) - int(used)))
+                found.append(max(0, int(most) - max(0, int(used) - _file_pages(folder))))
     return min(found, default=None)
+
+
+def _file_pages(folder: Path) -> int:
+    """Bytes of files that a control group holds in memory and that nobody has mapped. Of v1 the sums with groups below are what the usage counts."""
+    counts = {name: int(count) for name, _, count in (line.partition(" ") for line in _read(folder / "memory.stat").splitlines()) if count.isdigit()}
+    v1 = "total_inactive_file" in counts
+    inactive, active, mapped = ("total_inactive_file", "total_active_file", "total_mapped_file") if v1 else ("inactive_file", "active_file", "file_mapped")
+    return max(0, counts.get(inactive, 0) + counts.get(active, 0) - counts.get(mapped, 0))
 
 
 def address_space(root: Path = Path("/")) -> int | None:

@@ -51,7 +51,8 @@ __all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_al
 
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
-RESERVE_BYTES = 256 << 20  # left for Python, the tokenizer and the system
+RESERVE_BYTES = 64 << 20  # left for what Python, threads and requests take after planning (SmolLM2 with eight full streams: under 30 MB)
+RESERVE_ENTRY_BYTES = 512  # and for each entry of the vocabulary, for the tokenizer's tables (SmolLM2, whose library keeps most: 430)
 ADDRESS_BYTES = 128 << 20  # of address space under a limit, for the tokenizer, stacks and heaps of threads
 SNAPSHOT_BYTES = 256 << 20  # for snapshots of recurrent state; few large ones are kept also where they take more
 SNAPSHOTS = (4, 64)  # the fewest and the most that are kept
@@ -283,7 +284,7 @@ def _fit(
     fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
     mapped = trial.total_bytes("mapped")
-    room = _room(available, address_space(), mapped)
+    room = _room(available, address_space(), mapped, reserve_bytes(definition.vocab_size))
     if room is not None:
         fixed -= room.taken
     weights = trial.total_bytes("weights") + mapped - (room.taken if room is not None else 0)
@@ -340,12 +341,17 @@ class _Room:
     taken: int = 0
 
 
-def _room(available: int | None, addresses: int | None, mapped: int) -> _Room | None:
+def reserve_bytes(vocab_size: int) -> int:
+    """Memory that is left free for what no plan has: this process's objects, and the tables of a tokenizer with so many entries."""
+    return RESERVE_BYTES + RESERVE_ENTRY_BYTES * vocab_size
+
+
+def _room(available: int | None, addresses: int | None, mapped: int, reserve: int) -> _Room | None:
     """The tighter one of the memory that is free and of the address space that a limit leaves; None where neither is known. mapped: bytes of weights
-    that are used from the file: they have their addresses since it was opened, and come into memory only when they are read."""
+    that are used from the file: they have their addresses since it was opened, and come into memory only when they are read. reserve: of memory."""
     rooms = []
     if available is not None:
-        rooms.append(_Room(int(available * MEMORY_SHARE), RESERVE_BYTES, f"{MEMORY_SHARE:.0%} of {_mib(available)} available", "free memory, raise the limit of the container"))
+        rooms.append(_Room(int(available * MEMORY_SHARE), reserve, f"{MEMORY_SHARE:.0%} of {_mib(available)} available", "free memory, raise the limit of the container"))
     if addresses is not None:
         rooms.append(_Room(addresses, ADDRESS_BYTES, f"{_mib(addresses)} that the limit of this process leaves (ulimit -v or -d)", "raise that limit", mapped))
     return min(rooms, key=lambda room: room.nbytes - room.reserve + room.taken, default=None)

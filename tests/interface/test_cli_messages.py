@@ -189,7 +189,7 @@ def test_a_context_that_memory_cuts_is_a_note_and_refused_by_strict(run, tiny_mo
     block = sum(p.block_bytes for (_, _name), p in planned.plan.places.items() if p.block_bytes)
     fixed = sum(sum(sizes) for (_, arena), sizes in planned.plan.arenas.items() if arena != "kv")
     planned.close()
-    free = int((fixed + loading.RESERVE_BYTES + 2 * block + 64) / loading.MEMORY_SHARE) + 1
+    free = int((fixed + loading.reserve_bytes(planned.definition.vocab_size) + 2 * block + 64) / loading.MEMORY_SHARE) + 1
     monkeypatch.setattr(loading, "available_memory", lambda: free)
     said = run("run", tiny_model, *FAST, "--block-size", 16)
     assert f"context 32 of the model's {config['max_position_embeddings']}" in said.err, said.err

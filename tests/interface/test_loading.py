@@ -377,6 +377,46 @@ def packed_file(tiny_model, tmp_path_factory) -> Path:
     return out
 
 
+TAKEN = """
+import re, sys
+from fastllm import LLM, SamplingParams, loading
+def resident(what):
+    return int(re.search(what + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+plan = loading.plan_model
+def planned(*args):
+    made = plan(*args)
+    global before
+    before = resident("VmRSS")
+    return made
+loading.plan_model = planned
+with LLM(sys.argv[1], backend="cpu_avx", ctx=64, max_batch_size=4, offline=True) as llm:
+    llm.generate(["a b c d"] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+    plan = llm.loaded.planned
+    print(resident("VmHWM") - before, plan.plan.total_bytes("weights"), loading.reserve_bytes(plan.definition.vocab_size))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what is resident is read from /proc")
+def test_what_no_plan_has_fits_into_the_reserve(tiny_model):
+    """All that becomes resident after planning, but the weights: cache and activations, too, which are a few pages here."""
+    done = subprocess.run([sys.executable, "-c", TAKEN, os.fspath(tiny_model)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    grown, weights, reserve = map(int, done.stdout.split())
+    assert 0 < grown - weights < reserve
+
+
+@pytest.mark.parametrize(("free", "fits"), [(130 << 20, True), (70 << 20, False)])
+def test_the_reserve_is_no_larger_than_what_is_left_for(tiny_model, monkeypatch, free, fits):
+    monkeypatch.setattr(loading, "available_memory", lambda: free)
+    if fits:
+        plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=1)).close()
+        return
+    with pytest.raises(OutOfMemory, match="does not fit in memory") as caught:
+        plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=1))
+    assert "reserve 64 MiB > 80% of 70 MiB available" in caught.value.why
+    assert "raise the limit of the container" in caught.value.fix
+
+
 @pytest.mark.parametrize("limit", ["addresses", "memory"])
 def test_weights_in_a_mapped_file_need_memory_and_no_more_addresses(packed_file, monkeypatch, limit):
     """A limit of addresses has taken them off when the file was opened."""
@@ -385,13 +425,14 @@ def test_weights_in_a_mapped_file_need_memory_and_no_more_addresses(packed_file,
     monkeypatch.setattr(loading, "available_memory", lambda: None)
     with contextlib.closing(plan_model(packed_file, asked)) as planned:
         mapped, most = planned.plan.total_bytes("mapped"), planned.plan.limits.num_blocks
+        reserve = loading.reserve_bytes(planned.definition.vocab_size)
         allocated = sum(sum(sizes) for (_, arena), sizes in planned.plan.arenas.items() if arena != "mapped")
     assert mapped > 0
     if limit == "addresses":
         monkeypatch.setattr(loading, "address_space", lambda: loading.ADDRESS_BYTES + allocated + spare)
     else:
         monkeypatch.setattr(loading, "MEMORY_SHARE", 1)
-        monkeypatch.setattr(loading, "available_memory", lambda: loading.RESERVE_BYTES + allocated + mapped + spare)
+        monkeypatch.setattr(loading, "available_memory", lambda: reserve + allocated + mapped + spare)
     spare = 0
     with contextlib.closing(plan_model(packed_file, asked)) as planned:
         assert planned.plan.limits.num_blocks == most

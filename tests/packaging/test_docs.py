@@ -240,7 +240,8 @@ def test_documented_budgets_are_those_of_the_code():
         f"{template.MAX_SOURCE_CHARS:,} characters",
         f"({defaults['max_queue']} waiting)",
         f"{loading.MEMORY_SHARE:.0%}".replace("%", " %"),
-        f"less {loading.RESERVE_BYTES >> 20} MiB",
+        f"less {loading.RESERVE_BYTES >> 20} MiB and {loading.RESERVE_ENTRY_BYTES} bytes for each entry of the vocabulary",
+        f"{loading.reserve_bytes(49152) >> 20} MiB for SmolLM2",
         f"under {loading.MIN_CONTEXT} tokens",
     ]
     text = " ".join(read("docs/robustness.md").split())
