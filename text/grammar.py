@@ -292,6 +292,8 @@ class GrammarCompiler:
                 lost = unspelled(made, self._alphabet)
         except (FastLLMError, KeyboardInterrupt, SystemExit):
             raise
+        except RecursionError:
+            raise refused("it cannot be read", "its brackets and rules are nested too deeply", param) from None
         except BaseException as error:  # the library raises its own classes, some that are no class of its own, and panics, which are no Exception
             raise refused("it cannot be read", str(error).partition("\n")[0], param) from None
         if matcher.is_error():

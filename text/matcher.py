@@ -252,5 +252,5 @@ def told(error: BaseException) -> str:
 
 def first_lines(text: str) -> str:
     """What the library says of a grammar, in a message."""
-    said = text.replace("NoExtensionBias", "no text of it can be written: it is endless, or has characters that this model has no tokens for")
+    said = text.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text of it can be written: it is endless, or has characters that this model has no tokens for")
     return " ".join(line.strip() for line in said.splitlines()[:4])[:400]

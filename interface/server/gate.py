@@ -205,6 +205,8 @@ class Gate:
         said = f"the headers are larger than {MAX_HEADER} bytes" if size > MAX_HEADER else ""
         if scope.get("http_version", "1.1") not in ("1.0", "1.1"):
             said = "this server speaks HTTP/1.0 and HTTP/1.1"
+        if _values(scope, b"content-length") and _values(scope, b"transfer-encoding"):  # a proxy might end the body elsewhere (RFC 9112, 6.3)
+            said = "a body has a length or comes in chunks, and not both"
         if said:
             scope["visit"].close = True
             raise InvalidRequest(said)

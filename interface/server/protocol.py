@@ -1,11 +1,11 @@
-"""uvicorn's HTTP/1.1 protocol, with what it leaves out: a time limit for headers, a way to cut a client that does not read, and an answer of ours, in
-our log, to what is no HTTP."""
+"""uvicorn's HTTP/1.1 protocol, with what it leaves out: a time limit for headers, a way to cut a client that does not read, an answer of ours, in
+our log, to what is no HTTP, and a close that lets a client read why its body is not wanted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,6 +19,28 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_S", "Protocol", "protocol_for"]
 
 HEADER_S: Final = 30.0  # from the first byte of a connection or of a further request to the end of its headers
+LINGER_S: Final = 2.0  # in which what a client still sends of a body that was refused is thrown away
+LINGER_BYTES: Final = 64 << 20  # of it, at most
+
+
+class _Closing:
+    """A transport whose `close` lingers where the client is still sending: closed at once, the kernel would reset the connection, and a client that
+    writes first and reads then would never see the answer (RFC 9112, 9.6)."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol):
+        self._transport, self._protocol = transport, protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Nothing is answered any more."""
+        return self._protocol.lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """At once, or when the client has stopped sending."""
+        if not self._protocol.linger():
+            self._transport.close()
 
 
 class Protocol(H11Protocol):
@@ -41,11 +63,19 @@ class Protocol(H11Protocol):
             await inner(scope, receive, send)
 
         self.app = app
+        self.transport = cast("asyncio.Transport", _Closing(transport, self))
+        self._under = transport
+        self.lingering, self._thrown = False, 0
         self._timer: asyncio.TimerHandle | None = None
         self._arm()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
+        if self.lingering:
+            self._thrown += len(data)
+            if self._thrown > LINGER_BYTES:
+                self._under.abort()
+            return
         if self._between():
             self._arm()
         super().data_received(data)
@@ -76,6 +106,18 @@ class Protocol(H11Protocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.close()
+
+    def linger(self) -> bool:
+        """Says that nothing follows, and throws away what comes; whether the client was still sending, and this is the first time."""
+        if self.lingering or self._under.is_closing() or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        self.lingering = True
+        self._disarm()
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._under.abort)
+        if self._under.can_write_eof():
+            self._under.write_eof()
+        self.flow.resume_reading()
+        return True
 
     def _between(self) -> bool:
         """No request is known: its headers are still to come."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 
 import pytest
 
+from fastllm.server import protocol
 from fastllm.server.gate import MAX_HEADER, _hostname
 
 from .conftest import Server
@@ -44,6 +46,7 @@ def talk(server: Server, sent: bytes) -> tuple[int, dict[str, str], bytes]:
         CHAT + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
         CHAT + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
         CHAT + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        CHAT + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON),
         CHAT + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
         bytes(range(256)) * 10,
@@ -64,6 +67,44 @@ def test_what_is_no_http_is_a_bad_request_in_our_words(server, http, capsys, sen
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if headers["x-request-id"] in line and "status=400" in line]
     assert not [line for line in lines if " request id=" not in line]  # no line of a library, and no traceback
+
+
+@pytest.fixture(scope="module")
+def guarded(start):
+    """A server with a key, and a small limit for bodies."""
+    running = start(keys=("a-good-key",), max_body=1 << 20)
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 413), ({"content-type": "text/plain"}, 415), ({"x-api-key": "a-wrong-key"}, 401), ({"origin": "https://evil.example"}, 403)],
+)
+def test_a_client_that_writes_first_and_reads_then_is_told_why_its_body_is_not_wanted(guarded, wait_until, headers, status):
+    """As most libraries do; closed at once, the connection would be reset under its hands, and the answer lost."""
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=60)
+    connection.request("POST", "/v1/completions", b"x" * (24 << 20), {"content-type": "application/json", "x-api-key": "a-good-key", **headers})
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert json.loads(answer.read())["error"]["message"]
+    connection.close()
+    wait_until(lambda: guarded.call(guarded.runtime.connections) == 0)
+
+
+@pytest.mark.parametrize("limit", ["LINGER_BYTES", "LINGER_S"])
+def test_what_is_thrown_away_has_a_limit_of_bytes_and_of_time(guarded, wait_until, monkeypatch, limit):
+    monkeypatch.setattr(protocol, limit, 0.05 if limit == "LINGER_S" else 1 << 20)
+    with guarded.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: a-good-key\r\nContent-Length: 999999999\r\n\r\n")
+        answer = b""
+        while more := connection.recv(1 << 16):  # to its end: nothing else will be said
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 415 ")
+        if limit == "LINGER_BYTES":
+            with pytest.raises(ConnectionError):
+                connection.sendall(b"x" * (64 << 20))
+        wait_until(lambda: guarded.call(guarded.runtime.connections) == 0)
 
 
 def test_what_follows_an_answer_that_has_begun_gets_no_second_one(server, capsys):

@@ -230,6 +230,17 @@ def test_what_cannot_be_enforced_is_refused_and_names_its_field(compiler, kind, 
     assert "\n" not in caught.value.why
 
 
+def test_what_is_refused_is_told_without_words_of_the_libraries(compiler):
+    for kind, source, why in (
+        ("grammar", f'root ::= {"(" * 5000}"a"{")" * 5000}', "nested too deeply"),
+        ("grammar", "start: start", "no text of it can be written"),
+        ("json_schema", {"$ref": "#"}, "no text of it can be written"),
+    ):
+        with pytest.raises(InvalidRequest, match=why) as caught:
+            getattr(compiler, kind)(source, "field")
+        assert not [word for word in ("<", "Python", "recursion") if word in str(caught.value)]
+
+
 def test_a_schema_as_deep_as_the_sea(compiler):
     schema = {}
     for _ in range(70):
