@@ -48,19 +48,25 @@ POISON = 0xFF
 @dataclass
 class In:
     """A plain operand. lead: symbol of its leading dimension ("" if fixed); gap: elements between rows (a strided window);
-    start: elements before the first (a window that is not aligned)."""
+    start: elements before the first (a window that is not aligned);
+    inner: elements behind each head of [T, H, D] (a part of a wider head)."""
 
     array: np.ndarray
     dtype: str = "f32"
     lead: str = ""
     gap: int = 0
     start: int = 0
+    inner: int = 0
 
     @property
     def strides(self) -> tuple[int, ...] | None:
         """In elements, of a strided window; None where rows follow each other."""
-        inner = self.array.shape[1:]
-        return (math.prod(inner) + self.gap, *(math.prod(inner[i + 1 :]) for i in range(len(inner)))) if self.gap else None
+        if not self.gap and not self.inner:
+            return None
+        inner = [*self.array.shape[1:]]
+        if self.inner:
+            inner[-1] += self.inner
+        return (math.prod(inner) + self.gap, *(math.prod(inner[i + 1 :]) for i in range(len(inner))))
 
 
 @dataclass
@@ -268,10 +274,13 @@ class Bench:
                 for region, (shape, dtype) in zip(places, outs, strict=True)
             ]
         self.last |= {f"result{i}": a for i, a in enumerate(arrays)}
-        if self.backend.memory().used != used:
-            raise Failure("leak", f"op '{op}' left {self.backend.memory().used - used:,} bytes allocated")
+        self._check_left(op, used)
         inherited = answer.impl.startswith("ref.") and self.backend.name != "ref"
         return Ran(arrays, answer, not inherited and not seen["download"], kept)
+
+    def _check_left(self, op: str, used: int) -> None:
+        if self.backend.memory().used != used:
+            raise Failure("leak", f"op '{op}' left {self.backend.memory().used - used:,} bytes allocated")
 
     def _keep(self, stack: ExitStack, data: np.ndarray, kind: str) -> _Region:
         region = self.region(data, kind)
@@ -305,12 +314,17 @@ class Bench:
             return Tensor(region.buffer, region.base, operand.shape, operand.format, packed=layout)
         array = np.ascontiguousarray(operand.array, NUMPY[operand.dtype])
         shape, size = array.shape, array.itemsize
-        width = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        data = array.reshape(shape[0], -1).view(np.uint8) if array.size else np.zeros((shape[0], 0), np.uint8)
+        if operand.inner and array.size:  # [T, H, D] -> [T, H * (D + inner)]
+            heads = np.full((*shape[:-1], (shape[-1] + operand.inner) * size), POISON, np.uint8)
+            heads[..., : shape[-1] * size] = data.reshape(*shape[:-1], -1)
+            data = heads.reshape(shape[0], -1)
+        width = int(np.prod(shape[1:-1], dtype=np.int64)) * (shape[-1] + operand.inner) if len(shape) > 1 else 1
         row = width + operand.gap
         wide = np.full((shape[0] * row + operand.start) * size, POISON, np.uint8)
         if array.size:
             window = wide[operand.start * size :].reshape(shape[0], row * size)
-            window[:, : width * size] = array.reshape(shape[0], -1).view(np.uint8)
+            window[:, : width * size] = data
         region = self._keep(stack, wide, "scratch")
         regions.append((region, f"'{name}'", False))
         return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, operand.strides)

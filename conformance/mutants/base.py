@@ -29,7 +29,7 @@ from fastllm.api import (
 
 from ..own_kernels import read_decoded
 
-__all__ = ["LateBase", "Mutant", "MutantBase", "PackedBase", "SamplerBase", "changed", "post", "pre", "whole"]
+__all__ = ["LateBase", "LateStream", "Mutant", "MutantBase", "PackedBase", "SamplerBase", "changed", "post", "pre", "whole"]
 
 Array = np.ndarray
 Op = Callable[..., None]
@@ -145,7 +145,9 @@ class SamplerBase(MutantBase):
             self.array(out)[...] = host_sample(self.array(logits), **given)
 
 
-class _LateStream(Stream):
+class LateStream(Stream):
+    """Does what is in its queue when it is waited for."""
+
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
 
@@ -161,7 +163,7 @@ class LateBase(MutantBase):
 
     def new_stream(self) -> Stream:
         """A stream that queues."""
-        return _LateStream()
+        return LateStream()
 
     def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
         """Later."""
@@ -194,7 +196,7 @@ class LateBase(MutantBase):
         return {name: late(fn) for name, fn in super().ops().items()}
 
     def _later(self, stream: Stream, call: Callable[[], None]) -> None:
-        if isinstance(stream, _LateStream):
+        if isinstance(stream, LateStream):
             stream.queue.append(call)
         else:
             call()

@@ -18,6 +18,7 @@ def all_cases() -> dict[str, Case]:
         caches,
         contexts,
         contract,
+        counts,
         decomposed,
         determinism,
         elementwise,
@@ -31,11 +32,13 @@ def all_cases() -> dict[str, Case]:
         recurrent,
         sampling,
         serving,
+        specials,
+        steps,
     )
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

@@ -70,12 +70,14 @@ def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, k
 
 
 def _attention(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Outcome:
-    offered(session, str(setup.cache))
+    if setup.cache is not None:
+        offered(session, setup.cache)
     with paged(session, setup, numbers) as kit:
         where = [setup.positions(s) for s in range(len(setup.lengths))]
         queries = [numbers.normal(len(p), setup.heads, setup.dk) for p in where]
         ran = kit.attend(queries, where)
-        declared(str(setup.cache), ran.yes.weight)
+        if setup.cache is not None:
+            declared(setup.cache, ran.yes.weight)
         return expect(session, case_id, ran, [kit.expected(queries, where, ran)])
 
 
@@ -123,8 +125,27 @@ _SETUPS: tuple[tuple[str, Setup], ...] = (
 )  # fmt: skip
 
 
+_SHAPES: tuple[tuple[str, Setup], ...] = (
+    ("smollm2", Setup((37,), (3,), 9, 3, 64, 64)),
+    ("qwen2_7b", Setup((20,), (2,), 28, 4, 128, 128)),
+    ("group6", Setup((33, 5), (2, 1), 12, 2, 112, 112)),
+    ("group10", Setup((19,), (2,), 20, 2, 40, 40)),
+    ("group12", Setup((33,), (3,), 12, 1, 160, 160)),
+    ("group16", Setup((20,), (2,), 32, 2, 192, 128)),
+    ("d72", Setup((18,), (2,), 6, 6, 72, 72)),
+    ("d120", Setup((35,), (2,), 4, 2, 120, 120)),
+    ("gemma2_window", Setup((65,), (40,), attrs={"window": 16, "softcap": 2.0, "scale": 1.0})),
+    ("alibi_window", Setup((65,), (9,), slopes=True, attrs={"window": 16})),
+    ("full_window", Setup((40,), (40,), attrs={"mask": "full", "window": 8})),
+    ("prefix_window", Setup((40,), (40,), attrs={"mask": "prefix", "window": 8}, prefix=(20,))),
+    ("long_prompt", Setup((300,), (200,), 4, 2, 64, 64, 64)),
+    ("mixed", Setup((150, 40, 70, 1), (100, 1, 1, 1), 4, 2, 64, 64)),
+)
+"""Groups of heads and widths that models have between the smallest and the largest, options together, steps of a prompt and single rows."""
+
+
 def cases() -> Iterator[Case]:
-    """Per type: values alone, attention, broken vectors."""
+    """Per type: values alone, attention, broken vectors. Then groups, widths and options together, also in the backend's own type."""
     from dataclasses import replace
 
     for dtype in KV_DTYPES:
@@ -141,5 +162,10 @@ def cases() -> Iterator[Case]:
             yield Case(case_id, "attention", "caches", bind(_attention, case_id, replace(base, cache=dtype)), quick=name == "gqa" and dtype == "int8", bin=f"attention|{dtype}|{base.kind}|any")
         case_id = f"kv_write/{dtype}/row/l20/broken#bound"
         yield Case(case_id, "kv_write", "caches", bind(_broken_vector, case_id, Setup((20,), (20,), 2, 1, 32, 32, 16, cache=dtype)))
+    for name, base in _SHAPES:
+        size = f"l{'_'.join(map(str, base.lengths))}-q{'_'.join(map(str, base.rows))}-h{base.heads}_{base.kv_heads}-d{base.dk}_{base.dv}-b{base.block}"
+        for cache in (None, *KV_DTYPES):
+            case_id = f"attention/{cache or 'f32'}/row/{size}/{name}{'.cache' if cache else ''}#bound"
+            yield Case(case_id, "attention", "caches", bind(_attention, case_id, replace(base, cache=cache)), required=cache is None, quick=cache is None and name in ("smollm2", "gemma2_window", "mixed"))
     case_id = "attention/-/-/any/cache_types#honest"
     yield Case(case_id, "attention", "honesty", bind(_asked, case_id), quick=True)

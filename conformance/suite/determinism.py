@@ -24,7 +24,7 @@ from .common import bind, same_bits
 from .honesty import questions
 from .linear import weight_of
 
-__all__ = ["cases", "digests"]
+__all__ = ["NAMES", "cases", "checked_call", "digests"]
 
 ROWS = 37
 Rows = slice
@@ -100,7 +100,7 @@ def _claimed(bench: Bench, name: str) -> bool:
 
 
 def _repeats(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
-    call = _checked_call(session, name)
+    call = checked_call(session, name)
     first = call(session.bench, slice(0, ROWS))
     for again in range(9):
         if not same_bits(call(session.bench, slice(0, ROWS)), first):
@@ -108,7 +108,8 @@ def _repeats(case_id: str, session: Session, numbers: Numbers, name: str) -> Out
     return Outcome()
 
 
-def _checked_call(session: Session, name: str) -> Call:
+def checked_call(session: Session, name: str) -> Call:
+    """What runs `name` on some rows of fixed data. Raises NotApplicable for a format or an extended op that the backend has not."""
     if not _claimed(session.bench, name):
         format = name.partition("*")[2]
         raise NotApplicable(f"{format} weights are decoded before this backend sees them" if format else f"the backend has no '{name}'")
@@ -119,7 +120,7 @@ def _alone(case_id: str, session: Session, numbers: Numbers, name: str) -> Outco
     """Rows alone, in pairs, in chunks: the bits of the whole batch."""
     if "rows" in _varies(session, name):
         raise Failure("d2", f"'{name}' declares varies=('rows',): batch mates change results, D2 is not claimed")
-    call = _checked_call(session, name)
+    call = checked_call(session, name)
     whole = call(session.bench, slice(0, ROWS))
     for rows in (slice(0, 1), slice(36, 37), slice(17, 19), slice(3, 8), slice(5, 36), slice(0, 16)):
         part = call(session.bench, rows)

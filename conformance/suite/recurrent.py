@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from fastllm.api import SlotSpec
+from fastllm.api import Backend, SlotSpec
 
 from .. import bounds_extended
 from ..bench import Bench, In, Operand, Ran
@@ -23,7 +24,7 @@ from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect, or_refused, same_bits
 
-__all__ = ["cases", "digests"]
+__all__ = ["again", "cases", "digests"]
 
 SLOTS = 5
 REAL_SLOTS = 65541
@@ -159,6 +160,26 @@ def _pieces(case_id: str, session: Session, numbers: Numbers, make: Callable[[Nu
             row = int(np.flatnonzero((found != right).reshape(len(right), -1).any(1) | np.isnan(found).reshape(len(right), -1).any(1))[0])
             raise Failure("d2", f"row {row} of '{kit.op}' has other bits {name} than in one call alone", impl=impl.yes.impl if impl else "")
     return Outcome(impl=impl.yes.impl if impl else "", native=impl.native if impl else None)
+
+
+def again(case_id: str, session: Session, numbers: Numbers, op: str, held_by: Callable[[Backend], Any]) -> Outcome:
+    """A second step in the buffers of the first one: other rows, positions and slots. held_by: a bench that keeps the buffers of its operands."""
+    kit = _conv(numbers, (6, 6, 6), 24, 4) if op == "short_conv" else _delta(numbers, (6, 6, 6), 1, 2, 8, 8)
+    held, found = held_by(session.backend), []
+    try:
+        for bench in (session.bench, held):
+            device = _Device(session.bench, kit, [1, 3, 0])
+            device.bench = bench
+            try:
+                device.run([(0, 0, 3), (1, 0, 3)])
+                found.append(np.concatenate(device.run([(2, 0, 3), (0, 3, 6)])))
+            finally:
+                device.close()
+    finally:
+        held.close()
+    if not same_bits(*found):
+        raise Failure("prop", f"'{op}' gives other bits where the buffers of its operands held those of the step before")
+    return Outcome()
 
 
 def digests(bench: Bench) -> dict[str, str]:

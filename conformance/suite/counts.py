@@ -1,0 +1,182 @@
+"""Every number of rows or sequences that a step may have, and sizes that are large in every direction at once.
+
+Kernels are written for 1, 2, 4, 8, 16, 32 … rows, and for whole tiles of a prompt: each may have a fault of its own, which no other number of rows
+shows. So every number up to 33 is asked for, and those around the ends of larger tiles; and once as many rows, outputs and products as tiles have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fastllm.api import CORE_OPS
+
+from .. import bounds, oracle
+from ..bench import In, Operand, Ran
+from ..bounds import Expected, Numerics
+from ..case import Case, Failure, Outcome
+from ..numbers import Numbers
+from ..session import Session
+from .attention import Setup, paged
+from .common import bind, expect
+from .experts import moe_data
+from .linear import FORMATS, block_of, kept_as_it_is, minimum_of, weight_of
+
+__all__ = ["COUNTS", "cases"]
+
+COUNTS = (*range(1, 34), 48, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257)
+SEQUENCES = (*range(1, 34), 48, 64, 65)
+
+
+@dataclass
+class _Op:
+    """An op on the first rows of fixed data. inputs: number of rows -> operands; out: shape of a row; expected: of all rows."""
+
+    name: str
+    inputs: Callable[[int], list[Operand]]
+    out: tuple[int, ...]
+    expected: Callable[[Numerics], Expected]
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+def _over(case_id: str, session: Session, counts: Sequence[int], run: Callable[[int], Ran], expected: Callable[[Numerics], Expected]) -> Outcome:
+    """Runs an op on 1, 2, 3 … rows and judges each; what it declares may be another thing for another number."""
+    known: dict[Numerics, Expected] = {}
+    worst = Outcome(0.0)
+    for count in counts:
+        ran = run(count)
+        if ran.numerics not in known:
+            known[ran.numerics] = expected(ran.numerics)
+        whole = known[ran.numerics]
+        rows = slice(0, len(ran.outs[0]))
+        bound, slack = (np.broadcast_to(part, whole.y.shape)[rows] for part in (whole.bound, whole.slack))
+        try:
+            outcome = expect(session, case_id, ran, [Expected(whole.y[rows], bound, whole.exact, slack)])
+        except Failure as failure:
+            raise Failure(failure.rule, f"with {count}: {failure.message}", **failure.facts) from None
+        worst = max(worst, outcome, key=lambda o: (o.margin or 0.0, bool(o.impl)))
+    return worst
+
+
+def _rows(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers, int], _Op], counts: Sequence[int]) -> Outcome:
+    op = make(numbers, max(counts))
+    return _over(case_id, session, counts, lambda n: session.bench.run(op.name, op.inputs(n), [((n, *op.out), "f32")], op.attrs), op.expected)
+
+
+def _linear(case_id: str, session: Session, numbers: Numbers, format: str, rows: int, out: int, k: int, kind: str, counts: Sequence[int]) -> Outcome:
+    x, weight, bias = numbers.array(kind, rows, k), weight_of(numbers, format, (out, k)), numbers.normal(out)
+    kept_as_it_is(session, "linear", [In(x, "f32", "T"), weight, In(bias)], 1)
+    return _over(
+        case_id, session, counts, lambda n: session.bench.run("linear", [In(x[:n], "f32", "T"), weight, In(bias)], [((n, out), "f32")]),
+        lambda numerics: bounds.linear(x, weight.decode(), bias, numerics, minimum_of(weight)),
+    )  # fmt: skip
+
+
+def _matmul(numbers: Numbers, rows: int, heads: int, out: int, k: int) -> _Op:
+    a, b = numbers.normal(rows, heads, k), weight_of(numbers, "f32", (heads, out, k))
+    return _Op("matmul", lambda n: [In(a[:n], "f32", "T"), b], (heads, out), lambda numerics: bounds.matmul(a.astype(np.float64), b.decode(), numerics))
+
+
+def _of_rows(name: str, width: int) -> Callable[[Numbers, int], _Op]:
+    """An op that works row by row on [n, width]."""
+
+    def make(numbers: Numbers, rows: int) -> _Op:
+        x, y, w, b = numbers.normal(rows, width), numbers.normal(rows, width), numbers.normal(width), numbers.normal(width)
+        if name in ("rms_norm", "layer_norm"):
+            shared = [In(w)] if name == "rms_norm" else [In(w), In(b)]
+            judge = bounds.rms_norm(x, w, 1e-5) if name == "rms_norm" else bounds.layer_norm(x, w, b, 1e-5)
+            return _Op(name, lambda n: [In(x[:n], "f32", "T"), *shared], (width,), lambda _: judge, {"eps": 1e-5})
+        if name == "softmax":
+            return _Op(name, lambda n: [In(x[:n], "f32", "T")], (width,), lambda _: bounds.softmax(x))
+        if name == "embed":
+            ids, table = numbers.integers(rows, 0, 50).astype(np.int32), weight_of(numbers, "f32", (50, width))
+            return _Op(name, lambda n: [In(ids[:n], "i32", "T"), table], (width,), lambda _: bounds.copies(oracle.embed(ids, table.decode())))
+        judge = bounds.act_mul(x, y, "silu") if name == "act_mul" else bounds.binary(name, x, y)
+        return _Op(name, lambda n: [In(x[:n], "f32", "T"), In(y[:n], "f32", "T")], (width,), lambda _: judge)
+
+    return make
+
+
+def _rope(numbers: Numbers, rows: int) -> _Op:
+    x, where, freq = numbers.normal(rows, 2, 64), numbers.integers(rows, 0, 5000).astype(np.int32), (10000.0 ** (-np.arange(32) / 32)).astype(np.float32)
+    return _Op("rope", lambda n: [In(x[:n], "f32", "T"), In(where[:n], "i32", "T"), In(freq)], (2, 64), lambda numerics: bounds.rope(x, where, freq, "half", 1.0, numerics))
+
+
+def _moe(numbers: Numbers, rows: int) -> _Op:
+    data = moe_data(numbers, "f32", rows, 4, 2, 64, 32)
+    return _Op(
+        "moe", lambda n: [In(data.x[:n], "f32", "T"), In(data.ids[:n], "i32", "T"), In(data.weights[:n], "f32", "T"), *data.stacks], (64,),
+        lambda numerics: data.expected("silu", numerics), {"kind": "silu"},
+    )  # fmt: skip
+
+
+def _attention(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    """Rows of one sequence, each in a prompt of every length."""
+    setup = Setup((300,), (257,), 4, 2, 64, 64, 16)
+    with paged(session, setup, numbers) as kit:
+        query, where = numbers.normal(257, 4, 64), setup.positions(0)
+        return _over(case_id, session, COUNTS, lambda n: kit.attend([query[:n]], [where[:n]]), _judge(kit, [query], [where]))
+
+
+def _sequences(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    """One row of each of 1, 2, 3 … sequences."""
+    setup = Setup(tuple(1 + 7 * i % 40 for i in range(max(SEQUENCES))), (1,) * max(SEQUENCES), 4, 2, 32, 32, 16)
+    with paged(session, setup, numbers) as kit:
+        where = [setup.positions(s) for s in range(len(setup.lengths))]
+        queries, table = [numbers.normal(1, 4, 32) for _ in where], kit.table
+        whole = _judge(kit, queries, where)
+
+        def run(n: int) -> Ran:
+            kit.setup, kit.table = replace(setup, lengths=setup.lengths[:n]), table[:n].copy()
+            return kit.attend(queries[:n], where[:n])
+
+        def judged(numerics: Numerics) -> Expected:
+            kit.setup = setup
+            return whole(numerics)
+
+        return _over(case_id, session, SEQUENCES, run, judged)
+
+
+def _judge(kit: Any, queries: Sequence[np.ndarray], where: Sequence[np.ndarray]) -> Callable[[Numerics], Expected]:
+    """What the oracle says of all rows, for declared numerics."""
+
+    def expected(numerics: Numerics) -> Expected:
+        scale = 1 / np.sqrt(kit.setup.dk)
+        parts = [bounds.attention(bounds.Sequence(q, w, kit.keys[s], kit.values[s]), numerics, scale=scale) for s, (q, w) in enumerate(zip(queries, where, strict=True))]
+        y, bound, slack = (np.concatenate([getattr(p, name) for p in parts]) for name in ("y", "bound", "slack"))
+        return Expected(y, bound, slack=slack)
+
+    return expected
+
+
+ROWS = ("rms_norm", "layer_norm", "softmax", "act_mul", "add", "mul", "embed")
+
+
+def cases() -> Iterator[Case]:
+    """Every number of rows, of each op and weight format; then tiles."""
+    most = max(COUNTS)
+    for format in FORMATS:
+        k, deep = block_of(format, 64), block_of(format, 300)
+        group = "counts.plain" if format in ("f32", "f16", "bf16") else "counts.blocks"
+        case_id = f"linear/f32*{format}/row/m1_{most}-n40-k{k}/counts#bound"
+        yield Case(case_id, "linear", group, bind(_linear, case_id, format, most, 40, k, "normal", COUNTS), required=format == "f32", quick=format in ("f32", "q8_0"))
+        for kind in ("sparse", "normal"):
+            case_id = f"linear/f32*{format}/row/m130-n200-k{deep}/{kind}.tiles#bound"
+            yield Case(case_id, "linear", group, bind(_linear, case_id, format, 130, 200, deep, kind, (130,)), required=format == "f32", quick=format in ("f32", "q8_0") and kind == "sparse")
+    makes: list[tuple[str, str, Callable[[Numbers, int], _Op], Sequence[int]]] = [(op, f"m1_{most}-n100/counts", _of_rows(op, 100), COUNTS) for op in ROWS]
+    makes += [(op, "m96-n1500/tiles", _of_rows(op, 1500), (96,)) for op in ROWS]
+    makes += [
+        ("rope", f"t1_{most}-h2-d64-r32/counts", _rope, COUNTS), ("moe", f"t1_{most}-e4-k2-c64-f32/counts", _moe, COUNTS),
+        ("matmul", f"t1_{most}-h3-n33-k64/counts", lambda numbers, rows: _matmul(numbers, rows, 3, 33, 64), COUNTS),
+        ("matmul", "t130-h2-n130-k200/tiles", lambda numbers, rows: _matmul(numbers, rows, 2, 130, 200), (130,)),
+    ]  # fmt: skip
+    for op, size, make, counts in makes:
+        types = {"moe": "f32*f32", "matmul": "f32*f32", "embed": "i32*f32"}.get(op, "f32")
+        case_id = f"{op}/{types}/row/{size}#{'exact' if op in ('add', 'mul', 'embed') else 'bound'}"
+        yield Case(case_id, op, "counts.rows", bind(_rows, case_id, make, counts), required=op in CORE_OPS, quick=op in ("rms_norm", "rope"))
+    for name, size, check in (("counts", f"l300-q1_{most}-h4_2-d64", _attention), ("sequences", f"s1_{max(SEQUENCES)}-h4_2-d32", _sequences)):
+        case_id = f"attention/f32/row/{size}/{name}#bound"
+        yield Case(case_id, "attention", "counts.rows", bind(check, case_id), required=True, quick=name == "sequences")
