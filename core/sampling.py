@@ -29,7 +29,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -91,11 +91,8 @@ class SamplingParams:
 
     def merged_with(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with the fields that are unset here taken from `defaults`."""
-        chosen = {}
-        for field in fields(self):
-            own = getattr(self, field.name)
-            chosen[field.name] = getattr(defaults, field.name) if own is None else own
-        return SamplingParams(**chosen)
+        set_here = {name: value for name, value in vars(self).items() if value is not None}
+        return SamplingParams(**{**vars(defaults), **set_here})
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that has a wrong type or lies outside its range, and that range.
@@ -166,9 +163,9 @@ def _invalid(name: str, value: Any, limits: str) -> InvalidRequest:
 
 def _check(name: str, value: Any, kind: type, low: float, high: float) -> None:
     """None, or a number of the kind in low…high; a bool is no number, and NaN fails both comparisons."""
-    what = "an integer" if kind is Integral else "a number"
-    if value is None:
+    if value is None or (type(value) is int and low <= value <= high):
         return
+    what = "an integer" if kind is Integral else "a number"
     if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
         raise _invalid(name, value, f"{what} from {low} to {high}")
 

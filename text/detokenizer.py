@@ -9,7 +9,7 @@ the engine's front ends.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fastllm.core.errors import InvalidRequest
 
@@ -30,7 +30,9 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), skip_special: bool = True, keep: Collection[int] = ()):
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest("stop must be a list of non-empty texts.", who="stop")
-        self._tokenizer, self._skip_special, self._keep = tokenizer, skip_special, frozenset(keep)
+        self._tokenizer = tokenizer
+        hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden = hidden.difference(keep) if keep else hidden  # ids without text
         self._finder = StopFinder(stop)
         self._stop_ids = special_stops(tokenizer, stop)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -44,8 +46,13 @@ class IncrementalDetokenizer:
             text = self.finish()
             self.stopped = self.stopped or self._stop_ids[token_id]
             return text
-        data = self._tokenizer.decode_bytes(token_id, skip_special=self._skip_special and token_id not in self._keep)
+        data = self._tokenizer.decode_bytes(token_id, skip_special=token_id in self._hidden)
         return self._release(self._utf8.decode(data), final=False)
+
+    def push_all(self, token_ids: Iterable[int]) -> list[str]:
+        """`push` of each, without the empty ones. For an answer without stop texts: none of its tokens ends it."""
+        spell, decode, hidden = self._tokenizer.decode_bytes, self._utf8.decode, self._hidden
+        return [text for i in token_ids if i not in hidden and (text := decode(spell(i, skip_special=False)))]
 
     def finish(self) -> str:
         """The sequence has ended: return what was held back; bytes of an unfinished character become one U+FFFD."""

@@ -13,7 +13,7 @@ import re
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import click
@@ -25,6 +25,8 @@ from .terminal import escape_controls
 __all__ = ["Sample", "percentile", "run_load", "serve_command", "summary"]
 
 MAX_REFUSAL_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16
+_SILENT = "the connection was closed without an answer"
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
@@ -59,19 +61,34 @@ class _Target:
 
     async def open(self, method: str, path: str, body: bytes = b"") -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
         """Sends a request: (status, reader at the body, writer). One connection a request, as load balancers see it."""
-        context = ssl.create_default_context() if self.tls else None
-        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, limit=1 << 22)
-        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.headers}{kind}\r\n".encode() + body)
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._context(), limit=1 << 22)
+        writer.write(self._words(method, path, body))
         await writer.drain()
-        line = (await reader.readline()).split()
-        if len(line) < 2 or not line[0].startswith(b"HTTP/") or not line[1].isdigit():
+        try:
+            status = _status(await reader.readline())
+        except ConnectionError:
             writer.close()
-            raise ConnectionError("what answers speaks no HTTP" if line else "the connection was closed without an answer")
-        status = int(line[1])
+            raise
         while (await reader.readline()).strip():
             pass
         return status, reader, writer
+
+    def _context(self) -> ssl.SSLContext | None:
+        return ssl.create_default_context() if self.tls else None
+
+    def _words(self, method: str, path: str, body: bytes) -> bytes:
+        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        return f"{method} {self.base}{path} HTTP/1.1\r\n{self.headers}{kind}\r\n".encode() + body
+
+    async def read(self, path: str, body: bytes, start: float) -> Sample:
+        """Sends a request whose answer is a stream; what its client saw, times from `start` (`time.perf_counter`)."""
+        request = self._words("POST", path, body)
+        transport, reading = await asyncio.get_running_loop().create_connection(lambda: _Reading(request, start), self.host, self.port, ssl=self._context())
+        try:
+            await reading.ended
+        finally:
+            transport.close()
+        return reading.sample
 
     async def get(self, path: str) -> dict[str, Any]:
         """A JSON answer; {} where there is none."""
@@ -79,6 +96,14 @@ class _Target:
         raw = await reader.read()
         writer.close()
         return _object(raw) if status == 200 else {}
+
+
+def _status(line: bytes) -> int:
+    """Of the first line of an answer. Raises ConnectionError for what is none."""
+    words = line.split(maxsplit=2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        raise ConnectionError("what answers speaks no HTTP" if words else _SILENT)
+    return int(words[1])
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -112,36 +137,87 @@ def _take_more(sample: Sample, frames: bytes) -> None:
                 sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
 
 
+class _Reading(asyncio.BufferedProtocol):
+    """One streamed answer, looked at where it comes in: a stream's reader, with a task to wake for each piece, takes twice as much of a machine that the
+    server may be on, too."""
+
+    def __init__(self, request: bytes, start: float):
+        self.sample, self.status, self.refusal = Sample(), 0, b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request, self._start, self._last = request, start, start
+        self._room = memoryview(bytearray(1 << 16))
+        self._rest, self._done = b"", False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the request."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where bytes go."""
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many have come."""
+        data = self._rest + self._room[:nbytes]
+        try:
+            if not self.status:
+                head, end, data = data.partition(b"\r\n\r\n")
+                if not end and len(head) < MAX_HEAD_BYTES:
+                    self._rest = head
+                    return
+                self.status, data = _status(head), b"\n" + data
+            if self.status == 200:
+                self._take(data)
+            else:
+                self._rest = data
+                if len(data) > MAX_REFUSAL_BYTES:
+                    self._transport.close()
+        except (ValueError, ConnectionError) as error:
+            self._fail(error)
+        if self._done or self.sample.error:
+            self._transport.close()
+
+    def _take(self, data: bytes) -> None:
+        """Frames, and the beginning of one."""
+        now, sample = time.perf_counter(), self.sample
+        whole, end, rest = data.rpartition(b"\n")  # frames that are complete, each after a line end
+        self._rest = end + rest
+        self._done = b"\ndata: [DONE]" in whole + end
+        if count := len(_HAS_TEXT.findall(whole)):
+            gaps = [now - self._last, *[0.0] * (count - 1)]
+            sample.ttft_s = sample.ttft_s or now - self._start
+            sample.gaps_s += gaps if self._last > self._start else gaps[1:]
+            self._last = now
+        if _HAS_MORE.search(whole):
+            _take_more(sample, whole)
+
+    def _fail(self, error: Exception) -> None:
+        self.sample.error = self.sample.error or f"{type(error).__name__}: {error}".removesuffix(": ")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more comes."""
+        if not self._done and not self.sample.error:
+            if exc is not None:
+                self._fail(exc)
+            elif not self.status:
+                self._fail(ConnectionError(_SILENT))
+            elif self.status != 200:
+                self.sample.error = f"status {self.status}{_said(_object(self._rest).get('error'))}"
+            else:
+                self.sample.error = "cut"
+        self.sample.total_s = time.perf_counter() - self._start
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
 async def _request(target: _Target, body: dict[str, Any]) -> Sample:
     """One streamed completion."""
-    sample, start = Sample(), time.perf_counter()
-    last = start
+    start = time.perf_counter()
     try:
-        status, reader, writer = await target.open("POST", "/v1/completions", json.dumps(body).encode())
-        if status != 200:
-            refused = _object(await reader.read(MAX_REFUSAL_BYTES)).get("error")
-            writer.close()
-            return Sample(error=f"status {status}{_said(refused)}")
-        done, rest = False, b"\n"
-        while not done and not sample.error and (data := await reader.read(1 << 16)):
-            now = time.perf_counter()
-            whole, end, rest = (rest + data).rpartition(b"\n")  # frames that are complete, each after a line end
-            rest = end + rest
-            done = b"\ndata: [DONE]" in whole + end
-            if count := len(_HAS_TEXT.findall(whole)):
-                gaps = [now - last, *[0.0] * (count - 1)]
-                sample.ttft_s = sample.ttft_s or now - start
-                sample.gaps_s += gaps if last > start else gaps[1:]
-                last = now
-            if _HAS_MORE.search(whole):
-                _take_more(sample, whole)
-        writer.close()
-        if not done and not sample.error:
-            sample.error = "cut"
-    except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
-        sample.error = f"{type(error).__name__}: {error}".removesuffix(": ")
-    sample.total_s = time.perf_counter() - start
-    return sample
+        return await target.read("/v1/completions", json.dumps(body).encode(), start)
+    except OSError as error:
+        return Sample(error=f"{type(error).__name__}: {error}".removesuffix(": "), total_s=time.perf_counter() - start)
 
 
 async def run_load(url: str, *, requests: int, clients: int, rate: float | None = None, input_tokens: int = 128, output_tokens: int = 64,

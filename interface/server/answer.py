@@ -51,6 +51,7 @@ class Answer:
         self.undecided: list[Due] = []  # log-probabilities of tokens that are content, or are not
         self.spans: list[tuple[int, int]] = []  # characters that are content
         self.parser, scout = generation.make_parser(), generation.make_parser() if stops else None
+        self.plain = not stops and self.parser is None and generation.params.logprobs is None  # a token gives text, and nothing else
         self._stops = None if scout is None else AnswerStops(scout, stops)
         self._stop_ids = {} if scout is None else {i: t for i, t in special_stops(self._tokenizer, stops).items() if i not in keep}
         plain = stops if scout is None else ()
@@ -58,7 +59,7 @@ class Answer:
         self.reasoning_tokens = 0
         self.parts: list[str] = []
         self.num_tokens = 0
-        self.last_token_at: float | None = None
+        self.last_token_at = 0.0
         self.finish_reason: str | None = None
         self.stopped: str | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -95,6 +96,14 @@ class Answer:
         if text:
             self.parts.append(text)
         return text, self._due(text) if self._entries else []
+
+    def feed_all(self, token_ids: list[int]) -> list[str]:
+        """Takes tokens that are nothing but text, of an answer that is `plain`; gives the texts that are certain now, as `feed` would one by one."""
+        self.num_tokens += len(token_ids)
+        size = self._tokenizer.vocab_size
+        texts = self._detokenizer.push_all([token for token in token_ids if token < size])
+        self.parts += texts
+        return texts
 
     def _text(self, token: int) -> str:
         """What is certain with one more token."""

@@ -17,8 +17,6 @@ from fastapi.responses import JSONResponse, Response
 from ..core.errors import (
     BodyTooLarge,
     Cancelled,
-    EngineError,
-    FastLLMError,
     NotFound,
     RequestTimeout,
     SwitchedOff,
@@ -26,7 +24,7 @@ from ..core.errors import (
     UnsupportedMedia,
 )
 from . import info, listing, page
-from .answers import Identity, error_body, error_headers, is_fault
+from .answers import Identity, is_fault
 from .bodies import check_ignored
 from .chat import ChatWriter
 from .completions import CompletionWriter
@@ -187,18 +185,6 @@ def make_app(runtime: Runtime) -> Gate:
     settings = runtime.settings
     app = FastAPI(title="fastllm", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
-    async def failed(request: Request, error: Exception) -> Response:
-        visit: Visit = request.scope["visit"]
-        known = error if isinstance(error, FastLLMError) else EngineError(type(error).__name__)
-        visit.code = known.code
-        if known is error and is_fault(known):  # the gate logs what is not ours
-            runtime.log.fault(visit, known)
-        body = error_body(known, visit.request_id, anthropic=visit.anthropic)
-        return JSONResponse(body, known.http_status, error_headers(known))
-
-    app.add_exception_handler(FastLLMError, failed)
-    app.add_exception_handler(Exception, failed)
-
     def generates(kind: str) -> Callable[[Request], Awaitable[Response]]:
         embeds = kind in ("embeddings", "rerank")
 
@@ -339,5 +325,5 @@ def make_app(runtime: Runtime) -> Gate:
         methods = [method, "HEAD"] if method == "GET" else [method]  # uvicorn sends the head of what GET would get
         app.add_api_route(path, handlers[path], methods=methods, summary=summary, response_model=None, openapi_extra=extra)
     page.register(app, settings)
-    routes = [(r.path_regex, frozenset(r.methods or ()), r.path) for r in app.routes]  # type: ignore[attr-defined]
-    return Gate(app, runtime, routes)
+    routes = [(r.path, r.path_regex, r.methods, r.endpoint) for r in app.routes]  # type: ignore[attr-defined]
+    return Gate(runtime, routes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import FastLLMError
@@ -12,7 +11,7 @@ from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import chat_entry
 from .reading import read_with_logprobs
-from .sse import DONE, SLOT, Chunks, frame
+from .sse import DONE, SLOT, Chunks, Frames, frame
 
 __all__ = ["ChatWriter"]
 
@@ -25,7 +24,7 @@ class ChatWriter:
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of a choice that is not streamed
         self._chunks = Chunks(identity.head("chat.completion.chunk"), {"usage": None} if generation.ready.include_usage else {})
         self._begun: set[int] = set()
-        self._plain: dict[int, Callable[[str], bytes]] = {}  # choices that have begun and whose chunks differ in their text only
+        self.plain: dict[int, Frames] = {}
         self._messages: dict[int, dict[str, Any]] = {}  # parts of a message that is not streamed
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
@@ -40,8 +39,8 @@ class ChatWriter:
 
     def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """The role with the first token, then text."""
-        if (plain := self._plain.get(answer.index)) is not None and text:
-            return plain(text)
+        if (plain := self.plain.get(answer.index)) is not None and text:
+            return plain((text,))
         deltas, due = read_with_logprobs(self._generation, answer, text, logprobs)
         entries = [[chat_entry(self._generation.tokenizer, one) for one in some] for some in due]
         if not self._generation.ready.stream:
@@ -53,7 +52,7 @@ class ChatWriter:
             self._begun.add(answer.index)
             if answer.parser is None and self._generation.params.logprobs is None and not self._generation.ready.per_token:
                 choice = {"index": answer.index, "delta": {"content": SLOT}, "logprobs": None, "finish_reason": None}
-                self._plain[answer.index] = self._chunks.around(choice)
+                self.plain[answer.index] = self._chunks.around(choice)
             first = {"index": answer.index, "delta": {"role": "assistant", "content": None}, "logprobs": None, "finish_reason": None}
             frames = self._chunks.frame(first)  # without times: it has no token
         if entries[0]:

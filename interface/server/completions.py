@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import FastLLMError
@@ -10,7 +9,7 @@ from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import LegacyLogprobs
-from .sse import DONE, SLOT, Chunks, frame
+from .sse import DONE, SLOT, Chunks, Frames, frame
 
 __all__ = ["CompletionWriter"]
 
@@ -24,7 +23,7 @@ class CompletionWriter:
         self._wanted = generation.ready.params.logprobs is not None
         self._echo = generation.ready.echo
         self._begun: set[int] = set()
-        self._plain: dict[int, Callable[[str], bytes]] = {}  # choices that have begun and whose chunks differ in their text only
+        self.plain: dict[int, Frames] = {}
         self._logprobs: dict[int, LegacyLogprobs] = {}
 
     def _legacy(self, answer: Answer) -> LegacyLogprobs:
@@ -52,8 +51,8 @@ class CompletionWriter:
 
     def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Text; the first of a choice begins with the prompt, if that is echoed."""
-        if (plain := self._plain.get(answer.index)) is not None and text:
-            return plain(text)
+        if (plain := self.plain.get(answer.index)) is not None and text:
+            return plain((text,))
         taken = None
         if self._wanted:
             legacy = self._legacy(answer)
@@ -66,7 +65,7 @@ class CompletionWriter:
             self._begun.add(answer.index)
             if not self._wanted and not self._generation.ready.per_token:
                 choice = {"index": answer.index, "text": SLOT, "logprobs": None, "finish_reason": None}
-                self._plain[answer.index] = self._chunks.around(choice)
+                self.plain[answer.index] = self._chunks.around(choice)
             text = self._echo[answer.prompt] + text if self._echo else text
         return self._chunk(answer.index, text, None, taken) if text or taken else b""
 

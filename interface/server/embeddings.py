@@ -12,6 +12,7 @@ from ..core.request import Request, RequestHandle, TokenEvent
 from .answer import Answer, Due
 from .answers import Identity
 from .generation import Generation, Usage
+from .sse import Frames
 
 __all__ = ["EmbeddingsWriter", "RerankWriter", "Vectors"]
 
@@ -55,6 +56,7 @@ class _Whole:
     def __init__(self, identity: Identity, generation: Generation):
         assert isinstance(generation, Vectors)
         self._identity, self._vectors = identity, generation
+        self.plain: dict[int, Frames] = {}
 
     def start(self) -> bytes:
         """Nothing."""

@@ -16,6 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
+from starlette.requests import Request
+
 from ..core.errors import (
     AuthenticationError,
     EngineError,
@@ -32,9 +34,13 @@ from .page import PATHS as PAGE
 from .sse import Receive, Scope, Send, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+
+    from starlette.types import ASGIApp
 
     from .runtime import Runtime
+
+    Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 __all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "broken", "send_error", "send_json"]
 
@@ -84,10 +90,22 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 class Gate:
-    """ASGI: checks, then hands on to `app`. routes: (pattern of the path, methods, the path as declared)."""
+    """ASGI: checks, then runs the route's endpoint. The way through an application of FastAPI, which describes the routes, costs as much again as an
+    answer's first token, and once more for each thing that is waited for.
 
-    def __init__(self, app: Any, runtime: Runtime, routes: Iterable[tuple[re.Pattern[str], frozenset[str], str]]):
-        self._app, self._runtime, self._routes = app, runtime, list(routes)
+    routes: (the path as declared, its pattern, methods, endpoint).
+    """
+
+    def __init__(self, runtime: Runtime, routes: Iterable[tuple[str, re.Pattern[str], Iterable[str], Endpoint]]):
+        self._runtime = runtime
+        self._exact: dict[str, dict[str, Endpoint]] = {}  # path -> method -> endpoint
+        self._patterns: list[tuple[re.Pattern[str], dict[str, Endpoint]]] = []
+        for path, pattern, methods, endpoint in routes:
+            ends = dict.fromkeys(methods, endpoint)
+            if "{" in path:
+                self._patterns.append((pattern, ends))
+            else:
+                self._exact.setdefault(path, {}).update(ends)
         self._settings = runtime.settings
         self._limits = KeyLimits(self._settings.key_concurrent, self._settings.key_per_minute)
         self.set_keys(self._settings.keys)
@@ -101,13 +119,13 @@ class Gate:
         """One request."""
         if scope["type"] != "http":
             return
-        path, methods = self._route(scope["path"])
+        path, ends, parameters = self._route(scope["path"])
         known = path or scope["path"]
         theirs = known.startswith("/v1/messages") or (known.startswith("/v1/models") and bool(_values(scope, b"anthropic-version")))
         visit = Visit(self._request_id(scope), scope["method"], known, anthropic=theirs)
         scope["visit"] = visit
         if path is not None:
-            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": parameters}
         allowed_origin = self._named_origin(scope)  # also of what is refused: the page must be able to read why
 
         async def send_marked(message: Any) -> None:
@@ -132,7 +150,7 @@ class Gate:
                 held = count
 
         try:
-            key = self._check(scope, path, methods)
+            key = self._check(scope, path, ends)
             if scope["method"] == "OPTIONS":
                 await self._preflight(scope, send_marked, allowed_origin)
                 return
@@ -140,7 +158,8 @@ class Gate:
                 visit.close = True  # a body that is refused unread must not be taken for the next request
                 self._limits.enter(key)
                 visit.close, entered, held, visit.charge = False, key, 1, charge
-            await self._app(scope, receive, send_marked)
+            response = await ends[scope["method"]](Request(scope, receive))
+            await response(scope, receive, send_marked)
         except FastLLMError as error:
             await self._failed(send_marked, visit, error)
         except Exception as error:
@@ -158,8 +177,8 @@ class Gate:
         if visit.status == 0:
             await send_error(send, visit, error)
 
-    def _route(self, given: str) -> tuple[str | None, frozenset[str]]:
-        """The path of the route that will run, and its methods. All routes are there with and without `/v1`."""
+    def _route(self, given: str) -> tuple[str | None, Mapping[str, Endpoint], dict[str, str]]:
+        """The path of the route that will run, its endpoints by method, and what the path says. All routes are there with and without `/v1`."""
         path = given
         root = self._settings.root_path
         if root and (path == root or path.startswith(root + "/")):
@@ -167,12 +186,14 @@ class Gate:
         if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
             path = path[:-1]
         path = ALIASES.get(path.removeprefix("/v1"), path)
-        forms = [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]
-        for form in forms:
-            found = [methods for pattern, methods, _ in self._routes if pattern.match(form)]
-            if found:
-                return form, frozenset().union(*found)
-        return None, frozenset()
+        for form in [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]:
+            ends, parameters = dict(self._exact.get(form, ())), dict[str, str]()
+            for pattern, more in self._patterns:
+                if match := pattern.match(form):
+                    ends, parameters = {**more, **ends}, match.groupdict()
+            if ends:
+                return form, ends, parameters
+        return None, {}, {}
 
     def _request_id(self, scope: Scope) -> str:
         given = _values(scope, b"x-request-id")
@@ -180,7 +201,7 @@ class Gate:
             return given[0]
         return f"req_{secrets.token_hex(12)}"
 
-    def _check(self, scope: Scope, path: str | None, methods: frozenset[str]) -> bytes | None:
+    def _check(self, scope: Scope, path: str | None, methods: Collection[str]) -> bytes | None:
         """Raises what keeps the request out; returns the hash of its key, if one was asked for."""
         self._check_head(scope)
         if self._settings.local and not self._keys:

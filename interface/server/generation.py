@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
@@ -26,7 +28,7 @@ from .tools import OutputSpec, kept_ids, make_parser
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-    from .sse import Outbox
+    from .sse import Frames, Outbox
 
 __all__ = ["Generation", "Usage", "Writer"]
 
@@ -71,6 +73,9 @@ class Writer(Protocol):
 
     def start(self) -> bytes:
         """Sent at admission."""
+
+    plain: dict[int, Frames]
+    """Answers (by index) that have begun and whose frames differ in their text only: `piece` of each text, in one go."""
 
     def piece(self, answer: Answer, text: str, logprobs: list[Due]) -> bytes:
         """Text of an answer that is certain now (may be "" with the first token), and the log-probabilities of its tokens."""
@@ -207,37 +212,54 @@ class Generation:
 
     def _on_event(self, number: int) -> Callable[[RequestHandle, TokenEvent | None], None]:
         """For the engine's thread."""
-        put, take = self._runtime.bridge.put, self._take
+        put, now = self._runtime.bridge.line(partial(self._take, number)).put, time.monotonic
         begun: set[int] = set()
 
         def on_event(handle: RequestHandle, event: TokenEvent | None) -> None:
             if event is not None and event.finish_reason is None and event.index in begun:
-                put(take, number, handle, event, time.monotonic(), handle.timings, urgent=False)
+                put((event, now(), handle.timings), urgent=False)
             else:
                 if event is not None:
                     begun.add(event.index)
-                put(take, number, handle, event, time.monotonic(), handle.timings)
+                put((event, now(), handle.timings))
 
         return on_event
 
-    def _take(self, number: int, handle: RequestHandle, event: TokenEvent | None, at: float, timings: Timings) -> None:
-        """On the loop: one event of a prompt, or its end. at, timings: when it happened, and the handle's then (by now it may be steps ahead)."""
-        if self.done.is_set():
-            return
-        self._timings[number] = timings
+    def _take(self, number: int, events: deque[tuple[TokenEvent | None, float, Timings]]) -> None:
+        """On the loop: what has come of a prompt, in order; its end is None. Of each when it happened, and the handle's timings then (by now it may be
+        steps ahead). Tokens that are nothing but text are worked on together: there is a handful of them in each wake-up."""
+        plain, itl, first = self.writer.plain, self._runtime.metrics.itl, number * self.n
+        run, last = list[int](), self.answers[first]
         try:
-            if event is None:
-                self._end_prompt(handle)
-            else:
-                answer = self.answers[number * self.n + event.index]
-                if answer.finish_reason is None:
-                    self._feed(answer, handle, event, at)
+            while events and not self.done.is_set():
+                event, at, timings = events.popleft()
+                answer = last if event is None else self.answers[first + event.index]
+                if event is not None and event.finish_reason is None and answer.plain and answer.index in plain and event.token_id is not None:
+                    if answer is not last:
+                        self._feed_all(last, run)
+                        run, last = [], answer
+                    itl(at - answer.last_token_at)
+                    answer.last_token_at = at
+                    run.append(event.token_id)
+                    continue
+                self._feed_all(last, run)
+                run, self._timings[number] = [], timings
+                if event is None:
+                    self._end_prompt(self._handles[number])
+                elif answer.finish_reason is None:
+                    self._feed(answer, self._handles[number], event, at)
+            self._feed_all(last, run)
         except Exception as error:  # a defect here must not reach the other requests of the same wake-up
             self.fail(EngineError(f"request '{self.request_id}': {describe(error)}"))
 
+    def _feed_all(self, answer: Answer, token_ids: list[int]) -> None:
+        """Tokens of an answer that has a `plain` way."""
+        if token_ids and (texts := answer.feed_all(token_ids)) and self._send is not None:
+            self._send(self.writer.plain[answer.index](texts))
+
     def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent, at: float) -> None:
         if event.token_id is not None:
-            if answer.last_token_at is not None:
+            if answer.num_tokens:
                 self._runtime.metrics.itl(at - answer.last_token_at)
             answer.last_token_at = at
         first = answer.num_tokens == 0

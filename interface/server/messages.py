@@ -12,7 +12,7 @@ from .answer import Answer, Due
 from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .reading import Block, Blocks, read
-from .sse import event_frame
+from .sse import Frames, event_frame
 
 __all__ = ["PING", "MessagesWriter", "arguments_of"]
 
@@ -26,6 +26,7 @@ class MessagesWriter:
 
     def __init__(self, identity: Identity, generation: Generation):
         self._identity, self._generation = identity, generation
+        self.plain: dict[int, Frames] = {}
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
         self._open: Block | None = None

@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ def pack_prepared(ready: Any) -> tuple[dict[str, Any], bytes]:
     """A `Prepared` as header and bytes: its answer, or the ids of all prompts one after the other."""
     if ready.answer is not None:
         return {"answer": True, "ignored": ready.ignored, "warnings": ready.warnings}, ready.answer
-    header = {**vars(ready), "params": asdict(ready.params), "prompts": [len(p) for p in ready.prompts]}
+    header = {**vars(ready), "params": vars(ready.params), "prompts": [len(p) for p in ready.prompts]}
     return header, b"".join(p.tobytes() for p in ready.prompts)
 
 

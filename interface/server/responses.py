@@ -12,7 +12,7 @@ from .answers import Identity, error_body
 from .generation import Generation, Usage
 from .logprobs import chat_entry
 from .reading import Block, Blocks, read_with_logprobs
-from .sse import event_frame
+from .sse import Frames, event_frame
 
 __all__ = ["ResponsesWriter"]
 
@@ -26,6 +26,7 @@ class ResponsesWriter:
         self._identity, self._generation = identity, generation
         self._custom = set(generation.ready.detail.pop("custom", ()))
         self._number = -1
+        self.plain: dict[int, Frames] = {}
         self._blocks = Blocks()
         self._ids: dict[int, tuple[str, str]] = {}  # of an item: its id, and its call's
         self._open: Block | None = None

@@ -86,6 +86,7 @@ class Runtime:
         await self.pool.start()
         self.defaults = self._flags.merged_with(loaded.defaults)
         engine = loaded.engine
+        self.bridge.open()
         engine.on_step, engine.on_masks, engine.on_handed_out = self.metrics.step, self.metrics.masks, self.bridge.wake
         self.loaded = loaded
         self._ticker = asyncio.create_task(self._tick())
@@ -193,6 +194,7 @@ class Runtime:
         if self.pool is not None:
             self.pool.close()
         self.compile.close()
+        self.bridge.close()
 
     def origins(self) -> dict[str, Any]:
         """Each sampling default: its value, and who says so."""

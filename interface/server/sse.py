@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 from .settings import UNSENT_BYTES
 
-__all__ = ["DONE", "SLOT", "STREAM_HEADERS", "Chunks", "Outbox", "Receive", "Scope", "Send", "encode", "event_frame", "frame", "wait_for_disconnect"]
+__all__ = ["DONE", "SLOT", "STREAM_HEADERS", "Chunks", "Frames", "Outbox", "Receive", "Scope", "Send", "encode", "event_frame", "frame", "wait_for_disconnect"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,6 +28,8 @@ STREAM_HEADERS: Final = {
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n\n"
 CHUNK: Final = 64 << 10
+
+Frames = Callable[[Iterable[str]], bytes]  # of each text its frame, one after the other
 
 SLOT: Final = "\0"
 _SLOT: Final = json.dumps(SLOT)
@@ -48,11 +50,12 @@ class Chunks:
         self._before, self._after = f'data: {before}"choices":['.encode(), f"]{after}\n\n".encode()
         self._more = self._after[1:]
 
-    def around(self, choice: dict[str, Any]) -> Callable[[str], bytes]:
-        """A shorter way to the frames of a choice that differ in one text only, which is SLOT in the one given."""
+    def around(self, choice: dict[str, Any]) -> Frames:
+        """A shorter way to frames of a choice that differ in one text only, which is SLOT in the one given: makes one for each text."""
         before, _, after = encode(choice).partition(_SLOT)
-        head, tail = self._before + before.encode(), after.encode() + self._after
-        return lambda text: head + _encode_text(text).encode() + tail
+        head, tail = self._before.decode() + before, after + self._after.decode()
+        between = tail + head
+        return lambda texts: (head + between.join(map(_encode_text, texts)) + tail).encode()
 
     def frame(self, choice: dict[str, Any], timings: dict[str, Any] | None = None) -> bytes:
         """`frame({**head, "choices": [choice], **extra})`, with `timings` where there are some."""

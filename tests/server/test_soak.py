@@ -58,28 +58,33 @@ def test_a_planted_leak_is_named(loaded, monkeypatch):
 
 
 def test_a_planted_lost_wake_up_is_named(loaded, monkeypatch):
-    bridge, count = loaded.runtime.bridge, 0
-    put = bridge.put
+    put, count = Line.put, 0
 
-    def sometimes(receiver, *args, **urgency):
+    def sometimes(line, event, urgent=True):
         nonlocal count
         count += 1
-        if count % 50 or args[2] is not None:  # (number, handle, event, time): the end of a request is lost
-            put(receiver, *args, **urgency)
+        if count % 50 or event[0] is not None:  # the end of a request is lost
+            put(line, event, urgent)
 
-    monkeypatch.setattr(bridge, "put", sometimes)
+    monkeypatch.setattr(Line, "put", sometimes)
     monkeypatch.setattr(soak_server, "ANSWER_S", 1)
     assert any(fault.startswith("lost") or "no answer" in fault for fault in soak(loaded, 2, settle_s=1).faults)
 
 
 def test_a_planted_cross_talk_is_named(loaded, monkeypatch):
-    feed, kept = generation.Answer.feed, []
+    feed, feed_all, kept = generation.Answer.feed, generation.Answer.feed_all, []
 
     def mixed(self, event):
         text, logprobs = feed(self, event)
         kept.append(text)
         return (kept[-7] if len(kept) % 10 == 0 else text), logprobs
 
+    def all_mixed(self, token_ids):
+        texts = feed_all(self, token_ids)
+        kept.extend(texts)
+        return [kept[-7] if n % 10 == 0 else text for n, text in enumerate(texts)]
+
     monkeypatch.setattr(generation.Answer, "feed", mixed)
+    monkeypatch.setattr(generation.Answer, "feed_all", all_mixed)
     monkeypatch.setattr(generation.Answer, "text", property(lambda self: "".join(self.parts) + kept[len(kept) // 2]))
     assert any("probe" in fault for fault in soak(loaded, 1).faults)

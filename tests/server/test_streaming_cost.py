@@ -83,11 +83,13 @@ def test_no_more_events_are_gathered_than_a_stream_may_hold(clock):
     bridge.put(lambda: None)
     bridge.wake(0.001)
     loop.turn()
+    lines = [bridge.line(lambda events: None) for _ in range(3)]
     for _ in range(MANY - 1):
-        bridge.put(lambda: None, urgent=False)
+        for line in lines:
+            line.put(0, urgent=False)
         bridge.wake(0.0001)
     assert loop.woken == 1
-    bridge.put(lambda: None, urgent=False)
+    lines[1].put(0, urgent=False)
     bridge.wake(0.0001)
     assert loop.woken == 2
 
