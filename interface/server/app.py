@@ -96,7 +96,8 @@ async def read_body(request: Request, limit: int, pause_s: float) -> bytes:
     parts, size = [], 0
     while True:
         try:
-            message = await asyncio.wait_for(request.receive(), pause_s)
+            async with asyncio.timeout(pause_s):  # unlike wait_for, without a task of its own
+                message = await request.receive()
         except TimeoutError:
             raise RequestTimeout(f"the body stopped coming for {pause_s:g} s", fix="send it without a pause") from None
         if message["type"] == "http.disconnect":

@@ -229,33 +229,32 @@ class Generation:
         """On the loop: what has come of a prompt, in order; its end is None. Of each when it happened, and the handle's timings then (by now it may be
         steps ahead). Tokens that are nothing but text are worked on together: there is a handful of them in each wake-up."""
         plain, itl, first = self.writer.plain, self._runtime.metrics.itl, number * self.n
-        run, last = list[int](), self.answers[first]
+        texts: dict[Answer, list[int]] = {}  # token ids that wait to become text
         try:
             while events and not self.done.is_set():
                 event, at, timings = events.popleft()
-                answer = last if event is None else self.answers[first + event.index]
+                answer = self.answers[first if event is None else first + event.index]
                 if event is not None and event.finish_reason is None and answer.plain and answer.index in plain and event.token_id is not None:
-                    if answer is not last:
-                        self._feed_all(last, run)
-                        run, last = [], answer
                     itl(at - answer.last_token_at)
                     answer.last_token_at = at
-                    run.append(event.token_id)
+                    texts.setdefault(answer, []).append(event.token_id)
                     continue
-                self._feed_all(last, run)
-                run, self._timings[number] = [], timings
+                self._feed_all(texts)
+                self._timings[number] = timings
                 if event is None:
                     self._end_prompt(self._handles[number])
                 elif answer.finish_reason is None:
                     self._feed(answer, self._handles[number], event, at)
-            self._feed_all(last, run)
+            self._feed_all(texts)
         except Exception as error:  # a defect here must not reach the other requests of the same wake-up
             self.fail(EngineError(f"request '{self.request_id}': {describe(error)}"))
 
-    def _feed_all(self, answer: Answer, token_ids: list[int]) -> None:
-        """Tokens of an answer that has a `plain` way."""
-        if token_ids and (texts := answer.feed_all(token_ids)) and self._send is not None:
-            self._send(self.writer.plain[answer.index](texts))
+    def _feed_all(self, texts: dict[Answer, list[int]]) -> None:
+        """Tokens of answers that have a `plain` way; takes them out of the dictionary."""
+        for answer, token_ids in texts.items():
+            if (certain := answer.feed_all(token_ids)) and self._send is not None:
+                self._send(self.writer.plain[answer.index](certain))
+        texts.clear()
 
     def _feed(self, answer: Answer, handle: RequestHandle, event: TokenEvent, at: float) -> None:
         if event.token_id is not None:

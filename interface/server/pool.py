@@ -113,7 +113,8 @@ class _Lane:
         process = self.idle.pop() if self.idle else await self.new()
         done = False
         try:
-            header, data = await asyncio.wait_for(process.ask(kind, body), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                header, data = await process.ask(kind, body)
             done = not header["last"]
         except TimeoutError:
             raise

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fastllm.server import generation
+from fastllm.server.bridge import Line
 
 _spec = importlib.util.spec_from_file_location("soak_server", Path(__file__).parents[2] / "scripts" / "soak_server.py")
 soak_server = importlib.util.module_from_spec(_spec)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import math
+import os
 import random
+import sys
+import threading
 from functools import partial
 from unittest import mock
 
@@ -11,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from fastllm.server import bridge as bridges
+from fastllm.server.bell import Bell
 from fastllm.server.bridge import EVERY_S, LATE_S, MANY, Bridge
 from fastllm.server.metrics import SECONDS, Tally
 from fastllm.server.sse import SLOT, Chunks, frame
@@ -217,6 +223,164 @@ def test_what_is_to_be_done_soon_is_done_where_another_of_it_fails():
     assert got == [0, 1, 2, 3]
 
 
+def test_a_line_is_called_once_for_all_that_waits_and_keeps_their_order():
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def take(name, events):
+        got.append((name, list(events)))
+        events.clear()
+
+    lines = [bridge.line(partial(take, name)) for name in "ab"]
+    for number in range(3):
+        for line in lines:
+            line.put(number, urgent=False)
+    bridge.wake()
+    loop.turn()
+    assert got == [("a", [0, 1, 2]), ("b", [0, 1, 2])]
+    bridge.wake()
+    assert loop.woken == 1, "nothing waits"
+
+
+def test_a_line_hurries_for_what_is_urgent_and_for_nothing_else(clock):
+    loop = Loop()
+    bridge = Bridge(loop)
+    line = bridge.line(lambda events: events.clear())
+    for urgent, woken in ((True, 1), (False, 1), (False, 1), (True, 2), (False, 2)):
+        line.put(0, urgent=urgent)
+        bridge.wake(0.0001)
+        loop.turn()
+        assert loop.woken == woken
+
+
+def test_what_comes_while_a_line_is_read_is_read_once():
+    """The engine's thread may put at any moment: before the receiver looks, while it does, and after."""
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def take(events):
+        while events:
+            got.append(events.popleft())
+            if len(got) in (1, 3):
+                line.put(got[-1] + 10)
+
+    line = bridge.line(take)
+    line.put(1)
+    line.put(2)
+    bridge.wake()
+    loop.turn()
+    bridge.wake()
+    loop.turn()
+    assert got == [1, 2, 11, 21]
+
+
+def test_a_receiver_that_fails_loses_no_later_event():
+    loop, got = Loop(), []
+    bridge = Bridge(loop)
+
+    def take(events):
+        got.append(events.popleft())
+        if got == [1]:
+            raise ValueError("of a receiver")
+
+    line = bridge.line(take)
+    line.put(1)
+    bridge.wake()
+    with pytest.raises(ValueError, match="of a receiver"):
+        loop.turn()
+    line.put(2)
+    bridge.wake()
+    loop.turn()
+    assert got == [1, 2]
+
+
+def test_a_bell_answers_on_the_loop_and_again_after_it_was_closed():
+    answered = []
+
+    async def main():
+        loop, here = asyncio.get_running_loop(), threading.get_ident()
+
+        async def rung(times):
+            thread = threading.Thread(target=lambda: [bell.ring() for _ in range(times)])
+            thread.start()
+            while not answered:
+                await asyncio.sleep(0)
+            thread.join()
+            await asyncio.sleep(0)
+            assert set(answered) == {here}
+            answered.clear()
+
+        bell = Bell(loop, lambda: answered.append(threading.get_ident()))
+        await rung(1)
+        bell.open()
+        ends = bell._ends
+        await rung(1)
+        await rung(100_000)  # more than a pipe holds
+        bell.close()
+        bell.close()
+        for end in ends:
+            with pytest.raises(OSError, match="Bad file"):
+                os.fstat(end)
+        await rung(1)
+        return bell
+
+    bell = asyncio.run(main())
+    bell.ring()  # nobody waits
+    assert not answered
+
+
+def test_a_bell_does_not_give_pythons_lock_away():
+    """With turns that are never forced, the loop gets the lock when the other thread waits for something, and not before."""
+    order, times = [], 200
+
+    async def main():
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        bell = Bell(loop, lambda: order.append("loop"))
+        bell.open()
+
+        def engine():
+            ready.wait()
+            for _ in range(times):
+                bell.ring()
+                order.append("engine")
+            loop.call_soon_threadsafe(done.set)
+
+        ready, interval = threading.Event(), sys.getswitchinterval()
+        thread = threading.Thread(target=engine)
+        thread.start()
+        sys.setswitchinterval(60)
+        try:
+            loop.call_later(0.01, ready.set)
+            await done.wait()
+        finally:
+            sys.setswitchinterval(interval)
+        thread.join()
+        await asyncio.sleep(0.01)
+        bell.close()
+
+    asyncio.run(main())
+    assert order[:times] == ["engine"] * times
+    assert "loop" in order
+
+
+@pytest.mark.parametrize("lacks", ["readers", "write"])
+def test_a_bell_rings_otherwise_where_there_are_no_pipes_or_no_such_call(monkeypatch, lacks):
+    async def main():
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        bell = Bell(loop, answered.set)
+        if lacks == "readers":
+            monkeypatch.setattr(loop, "add_reader", mock.Mock(side_effect=NotImplementedError))
+        else:
+            monkeypatch.setattr(ctypes, "PyDLL", mock.Mock(side_effect=OSError))
+        bell.open()
+        assert bell._ends is None
+        bell.ring()
+        await answered.wait()
+        bell.close()
+
+    asyncio.run(main())
+
+
 def test_a_closed_loop_is_no_matter_of_the_engine():
     loop = Loop()
     bridge, loop.closed = Bridge(loop), True
@@ -232,7 +396,8 @@ def test_a_frame_from_a_template_is_the_frame(extra):
     texts = ["", "a", ' "\\/', "\n\r\t\x00\x1f\x7f", "é€😀\u2028", '"choices":[0]', SLOT, "%s{}"]
     for text in texts:
         filled = {**choice, "delta": {"content": text}}
-        assert made(text) == frame({**head, "choices": [filled], **extra}), text
+        assert made([text]) == frame({**head, "choices": [filled], **extra}), text
+    assert made(texts) == b"".join(made([text]) for text in texts)
 
 
 @pytest.mark.parametrize("labels", [{}, {"model_name": "a\"b", "engine": "0"}])

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from fastllm.server import bridge as bridges
+from fastllm.server import generation
+
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": HI, "max_tokens": 24, "seed": 11, "temperature": 1.5}
 
@@ -52,6 +55,36 @@ def test_the_role_comes_once_and_first_and_no_delta_is_empty_but_the_last(stream
         assert all(list(d) == ["content"] and d["content"] for d in deltas[1:-1])
         assert deltas[-1] == {}
         assert [r for r in reasons if r] == [reasons[-1]]
+
+
+def _pieces(events):
+    """Texts of each choice, one a chunk."""
+    found = {}
+    for event in events:
+        for choice in event["choices"] if event != "[DONE]" else ():
+            if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                found.setdefault(choice["index"], []).append(text)
+    return found
+
+
+@pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": ["a", "b"]})])
+def test_chunks_are_the_same_however_many_tokens_come_at_once(stream, http, monkeypatch, path, asked):
+    """Gathered tokens are turned into chunks together; with a stop text, each by itself."""
+    feed_all, runs = generation.Answer.feed_all, []
+    monkeypatch.setattr(generation.Answer, "feed_all", lambda self, ids: (runs.append(len(ids)), feed_all(self, ids))[1])
+    body = {"model": "tiny", "max_tokens": 90, "seed": 5, "temperature": 1.5, "ignore_eos": True, "n": 2, **asked}
+    monkeypatch.setattr(bridges, "LATE_S", 10.0)
+    ways = []
+    for every_s, more in ((10.0, {}), (0.0, {}), (0.0, {"stop": ["\0\1"]})):
+        monkeypatch.setattr(bridges, "EVERY_S", every_s)
+        runs.append(0)
+        ways.append(_pieces(stream(path, {**body, **more})[1]))
+    assert runs[-1] == 0, "tokens of an answer with a stop text are looked at one by one"
+    assert max(runs) > 1, "none came together"
+    assert ways[0] == ways[1] == ways[2]
+    whole = http.post(path, json=body).json()["choices"]
+    assert {c["index"]: c.get("text") or c["message"]["content"] for c in whole} == {index: "".join(texts) for index, texts in ways[0].items()}
+    assert any("\ufffd" in text for texts in ways[0].values() for text in texts), "no token ends inside of a character"
 
 
 def test_usage_is_the_last_chunk_if_asked_and_null_before(stream):

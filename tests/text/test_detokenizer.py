@@ -28,6 +28,18 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@given(data=st.data())
+@settings(max_examples=100)
+def test_many_at_once_are_the_same_pieces(byte_tokenizer, piece_tokenizer, data):
+    for tokenizer in (byte_tokenizer, piece_tokenizer):
+        ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+        options = {"skip_special": data.draw(st.booleans()), "keep": data.draw(st.sets(st.sampled_from(sorted(tokenizer.special_ids))))}
+        cut = data.draw(st.integers(0, len(ids)))
+        pieces, _ = run(tokenizer, ids, **options)
+        stream = IncrementalDetokenizer(tokenizer, **options)
+        assert [*stream.push_all(ids[:cut]), *stream.push_all(ids[cut:]), stream.finish()] == [*filter(None, pieces[:-1]), pieces[-1]]
+
+
 @given(text=TEXT)
 @settings(max_examples=200)
 def test_pieces_join_to_the_text_and_no_piece_is_half_a_character(byte_tokenizer, piece_tokenizer, text):
