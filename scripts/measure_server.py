@@ -181,7 +181,7 @@ def clients(url: str, number: str, size_in: str, size_out: str) -> None:
 def throughput(asked: argparse.Namespace) -> None:
     """The server at eight clients beside its own engine alone, in turns."""
     alone: list[tuple[float, float]] = []  # tokens/s in all, and while answers are written: before each round of clients, and after the last
-    rounds: list[list[float]] = []  # the same of the server, CPU of the loop, of preparation and of the clients in µs a token, of the loop in parts of the machine
+    rounds: list[list[float]] = []  # the same of the server, CPU of the loop, of preparation and of the clients in µs a token, and in parts of the machine
     with LLM(asked.model, threads=asked.threads, max_batch_size=CLIENTS) as llm:
         server = Hosted(llm)
         try:
@@ -192,7 +192,9 @@ def throughput(asked: argparse.Namespace) -> None:
                     before = server.loop_cpu_s(), server.prepare_cpu_s()
                     found = server.load(number, asked.input, asked.output)
                     loop_s, prepare_s = server.loop_cpu_s() - before[0], server.prepare_cpu_s() - before[1]
-                    shares = [*(s / found["tokens"] * 1e6 for s in (loop_s, prepare_s, found["cpu_s"])), loop_s / found["seconds"] / len(os.sched_getaffinity(0))]
+                    cores_s = found["seconds"] * len(os.sched_getaffinity(0))
+                    costs = [loop_s, prepare_s, found["cpu_s"]]
+                    shares = [*(s / found["tokens"] * 1e6 for s in costs), *(s / cores_s for s in costs)]
                     rounds.append([found["rate"], found["decode"], *shares])
         finally:
             server.end()
@@ -206,11 +208,11 @@ def throughput(asked: argparse.Namespace) -> None:
         print(f"left out: {left} rounds, for the engine was more than {STEADY:.0%} faster or slower after them than before: others had the machine")
     if not rows:
         sys.exit("no round is left; use a calmer machine, or more --rounds")
-    whole, decode_alone, served, decode, loop_us, prepare_us, clients_us, share = (list(column) for column in zip(*rows, strict=True))
+    whole, decode_alone, served, decode, *costs = (list(column) for column in zip(*rows, strict=True))
     print(f"while answers are written: engine alone {spread(decode_alone)} tokens/s, server {spread(decode)}, {ratio(decode, decode_alone)}")
     print(f"with prompts and connections: engine alone {spread(whole)} tokens/s, server {spread(served)}, {ratio(served, whole)}")
-    print(f"CPU of HTTP, text and streaming: {spread(loop_us)} µs a token, {spread([s * 100 for s in share], 2)} % of the cores")
-    print(f"CPU of the processes that read requests: {spread(prepare_us)} µs a token; of the clients, which are on the same cores: {spread(clients_us)}")
+    for name, us, share in zip(("HTTP, text and streaming", "the processes that read requests", "the clients, which are on the same cores"), costs[:3], costs[3:], strict=True):
+        print(f"CPU of {name}: {spread(us)} µs a token, {spread([s * 100 for s in share], 2)} % of the cores")
 
 
 def spread(values: list[float], digits: int = 0) -> str:

@@ -1,7 +1,7 @@
 """The table of routes, and how a request that generates is answered.
 
 Handlers read the body (bounded in size and pace), have it prepared, submit it, and hand over to a `Reply`, which sends while it watches
-for the client to go. FastAPI holds the table and publishes it; bodies are validated where they are prepared.
+for the client to go. FastAPI holds the table and publishes it, the gate runs what is in it; bodies are validated where they are prepared.
 """
 
 from __future__ import annotations
