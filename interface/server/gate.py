@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from starlette.requests import Request
+from fastapi.requests import Request
 
 from ..core.errors import (
     AuthenticationError,
@@ -35,11 +35,11 @@ from .sse import Receive, Scope, Send, encode
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
-    from starlette.types import ASGIApp
+    from fastapi.responses import Response
 
     from .runtime import Runtime
 
-    Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+    Endpoint = Callable[[Request], Awaitable[Response]]
 
 __all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "broken", "send_error", "send_json"]
 

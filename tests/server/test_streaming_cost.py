@@ -331,7 +331,7 @@ def test_a_bell_answers_on_the_loop_and_again_after_it_was_closed():
 
 def test_a_bell_does_not_give_pythons_lock_away():
     """With turns that are never forced, the loop gets the lock when the other thread waits for something, and not before."""
-    order, times = [], 200
+    order, times = [], 20_000
 
     async def main():
         loop, done = asyncio.get_running_loop(), asyncio.Event()
