@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import time
@@ -18,9 +19,9 @@ from .levels import SUITE_VERSION, Standing
 from .perf import perf_rows
 from .runner import Selection
 
-__all__ = ["SCHEMA", "build_report", "compared_lines", "markdown", "write_reports"]
+__all__ = ["SCHEMA", "build_report", "compared_lines", "digest_of", "markdown", "sealed", "write_reports"]
 
-SCHEMA = 3
+SCHEMA = 4
 COLOURS = {"": "#9f9f9f", "bronze": "#a97142", "silver": "#7f8c9b", "gold": "#c9a227"}
 
 
@@ -51,11 +52,23 @@ def build_report(
     }
 
 
+def digest_of(report: Mapping[str, Any]) -> str:
+    """SHA-256 over all of a report but `digest` itself, whatever the order of its keys and its white space."""
+    rest = {key: value for key, value in report.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sealed(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as JSON gives it back, with `digest`: what was changed later by hand, or cut in a copy, is seen. It is no signature."""
+    plain = json.loads(json.dumps(report, default=str))
+    return {**plain, "digest": digest_of(plain)}
+
+
 def write_reports(report: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes every form into a folder (made if need be); returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     forms = {
-        "conformance.json": json.dumps(report, indent=1, default=str) + "\n",
+        "conformance.json": json.dumps(sealed(report), indent=1) + "\n",
         "junit.xml": junit(report),
         "conformance.md": markdown(report),
         "conformance.html": page(report),

@@ -1,7 +1,7 @@
 """`verify`: whether a JSON report agrees with itself and with this suite.
 
 Everything that follows from something else is made again and compared: the list of cases, expected failures, counts, level, badge, roofs,
-fractions, floors. So a report in which cases were dropped, added or turned does not pass, unless all that follows was forged with it. It
+fractions, floors; and its digest. So a report in which cases were dropped, added or turned does not pass, unless all that follows was forged with it. It
 proves that a report is consistent, not that it is honest: margins and seconds are the vendor's word until somebody runs the suite again.
 """
 
@@ -21,7 +21,7 @@ from .expected import ExpectedFailure, apply_expected
 from .levels import NEVER_EXPECTED, SUITE_VERSION, select, standing
 from .perf import DERIVED, Floor, build_perf
 from .perf_cases import perf_items
-from .report import SCHEMA
+from .report import SCHEMA, digest_of
 from .runner import Selection
 from .speed import RUN_S, RUNS
 from .suite import all_cases
@@ -30,7 +30,7 @@ from .suite.soak import named_soak
 __all__ = ["verify"]
 
 KINDS = ("device", "cpu", "emulated")
-NEEDED = ("schema", "suite", "api", "opset", "backend", "version", "asked", "quick", "filters", "standing", "perf", "cases", "execution", "device_kind", "emulated", "expected", "floors", "tolerance")  # fmt: skip
+NEEDED = ("schema", "suite", "api", "opset", "backend", "version", "asked", "quick", "filters", "standing", "perf", "cases", "execution", "device_kind", "emulated", "expected", "floors", "tolerance", "digest")  # fmt: skip
 
 
 def verify(path: str | Path) -> list[str]:
@@ -52,8 +52,9 @@ def verify(path: str | Path) -> list[str]:
 
 
 def _head(report: Mapping[str, Any]) -> list[str]:
-    """Versions, and what kind of device it was."""
-    wrong = []
+    """Whether it was changed, versions, and what kind of device it was."""
+    changed = digest_of(report) != report["digest"]
+    wrong = ["digest: the report is not as it was written; something in it was changed or left out"] if changed else []
     api = ".".join(map(str, API_VERSION))
     for what, found, right in (("opset", report["opset"], OPSET), ("api", report["api"], api), ("standing.api", report["standing"]["api"], api)):
         if found != right:
@@ -99,6 +100,8 @@ def _cases(report: Mapping[str, Any]) -> list[str]:
         case = known.get(result.id)
         if case is not None and (case.level, case.required, case.op, case.group) != (result.level, result.required, result.op, result.group):
             wrong.append(f"case '{result.id}' is {case.level}, required {case.required}; the report says {result.level}, {result.required}")
+        if case is not None and case.bin != result.bin:
+            wrong.append(f"case '{result.id}' is calibrated as '{case.bin}'; the report says '{result.bin}'")
         if result.id.startswith("vendor/") and result.required:
             wrong.append(f"case '{result.id}' is the vendor's own and cannot be required")
         if why := _contradiction(result, case, report["backend"]):
@@ -191,7 +194,7 @@ def _standing(report: Mapping[str, Any]) -> list[str]:
     """Counts, native ops, level, badge."""
     results, selection, claimed = _results(report), _selection(report), report["standing"]
     earned = _plain(standing(results, selection.level, whole=selection.whole, tolerated=bool(report["tolerance"]), perf=report["perf"]).as_dict())
-    wrong = [f"{key} is {claimed.get(key)!r}; the cases give {earned[key]!r}" for key in ("level", "counts", "native", "native_of", "inherited", "badge") if claimed.get(key) != earned[key]]
+    wrong = [f"{key} is {claimed.get(key)!r}; the cases give {earned[key]!r}" for key in ("level", "reasons", "counts", "native", "native_of", "inherited", "badge") if claimed.get(key) != earned[key]]
     counts: Sequence[int] = list(claimed["counts"].values())
     if sum(counts) != len(results):
         wrong.append(f"the counts sum to {sum(counts)}; there are {len(results)} cases")

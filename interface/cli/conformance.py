@@ -98,7 +98,7 @@ def run_command(
     Exit code 0 only if the level is met; of a part (--quick, --op, --case), if nothing failed.
     """
     from ..conformance.perf import perf_text
-    from ..conformance.report import compared_lines, write_reports
+    from ..conformance.report import compared_lines, sealed, write_reports
     from ..conformance.run import RunOptions, run_suite
     from ..conformance.runner import Selection
     from .terminal import escape_controls, say
@@ -120,7 +120,7 @@ def run_command(
     run = run_suite(options, progress)
     files = [str(p) for p in write_reports(run.report, report_dir)] if report_dir is not None else []
     if as_json:
-        click.echo(json.dumps(run.report, indent=1, default=str))
+        click.echo(json.dumps(sealed(run.report), indent=1))
     else:
         counts = run.report["standing"]["counts"]
         click.echo(run.earned.badge())

@@ -97,6 +97,9 @@ def _check_name(vendor: str) -> None:
         )
     if vendor.endswith("_"):
         raise UsageError(f"'{vendor}' cannot be the name of a backend", why="the name of a distribution ends with a letter or a digit", fix=f"for example: {vendor.rstrip('_')}")
+    if "__" in vendor:
+        single = re.sub("__+", "_", vendor)
+        raise UsageError(f"'{vendor}' cannot be the name of a backend", why=f"for pip its distribution would be that of '{single}'", fix=f"for example: fastllm backend new {single}")
     if keyword.iskeyword(vendor) or vendor in sys.builtin_module_names:
         raise UsageError(f"'{vendor}' is a word of Python and cannot be the name of a backend")
     taken = {p.name: p.dist.name for p in metadata.entry_points(group="fastllm.backends") if p.dist is not None}

@@ -15,7 +15,7 @@ from fastllm.conformance.calibrate import calibrate, named_target
 from fastllm.conformance.case import CaseResult
 from fastllm.conformance.levels import SUITE_VERSION, standing
 from fastllm.conformance.published import FILE, publish, read_published, standing_of
-from fastllm.conformance.report import SCHEMA, write_reports
+from fastllm.conformance.report import SCHEMA, sealed, write_reports
 from fastllm.conformance.sources import kernel_hash, source_folders
 from fastllm.conformance.suite import all_cases
 
@@ -26,7 +26,7 @@ API = "{}.{}".format(*API_VERSION)
 def report(folder, level="bronze", **more):
     """A report in which every case of a level passed, as far as `standing` asks: made without running one."""
     wanted = [c for c in all_cases().values() if c.level == "bronze"]
-    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", native=False, margin=0.5 if c.bin else None) for c in wanted]
+    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", native=False, margin=0.5 if c.bin else None, bin=c.bin) for c in wanted]
     earned = standing(cases, "bronze", whole=True)
     body = {
         "schema": SCHEMA, "suite": SUITE_VERSION, "api": API, "opset": 1, "engine": "0", "backend": "acme", "distribution": "acme", "version": "0.3", "device": "d", "environment": {},
@@ -102,7 +102,7 @@ def test_what_is_not_true_is_not_published(tmp_path):
     body["filters"]["case"] = [body["cases"][0]["id"]]
     earned = standing([CaseResult.from_dict(c) for c in body["cases"]], "bronze", whole=False)
     body["standing"] = earned.as_dict()
-    quick.write_text(json.dumps(body))
+    quick.write_text(json.dumps(sealed(body)))
     with pytest.raises(UsageError, match="no level"):
         publish([quick], tmp_path / FILE)
     with pytest.raises(UsageError, match="several backends"):

@@ -13,6 +13,7 @@ from fastllm.conformance import Failure, NotApplicable, check_backend, parametri
 from fastllm.conformance.case import Case, CaseResult
 from fastllm.conformance.expected import apply_expected, read_expected
 from fastllm.conformance.levels import standing
+from fastllm.conformance.report import sealed
 from fastllm.conformance.runner import Job, Selection, choose, run_cases
 from fastllm.conformance.session import Session, Target
 from fastllm.conformance.suite import all_cases
@@ -195,7 +196,7 @@ def test_a_run_writes_reports_that_verify_until_they_are_edited(tmp_path, capsys
         body = json.loads(path.read_text())
         change(body)
         other = tmp_path / "edited.json"
-        other.write_text(json.dumps(body))
+        other.write_text(json.dumps(sealed(body)))
         return verify(other)
 
     assert edited(lambda b: b["cases"].pop(3))

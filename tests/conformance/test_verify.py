@@ -16,7 +16,7 @@ from fastllm.conformance.levels import SUITE_VERSION, standing
 from fastllm.conformance.perf import Floor, build_perf
 from fastllm.conformance.perf_cases import perf_cases
 from fastllm.conformance.published import publish
-from fastllm.conformance.report import SCHEMA
+from fastllm.conformance.report import SCHEMA, sealed
 from fastllm.conformance.suite import all_cases
 from fastllm.conformance.verify import verify
 
@@ -36,7 +36,7 @@ def measured(case):
 @pytest.fixture(scope="module")
 def honest():
     """A report of Gold as `run_suite` writes it, made without running a case."""
-    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", impl="acme.x", native=True, margin=0.4 if c.bin else None) for c in all_cases().values()]
+    cases = [CaseResult(c.id, c.op, c.group, c.level, c.required, "passed", impl="acme.x", native=True, margin=0.4 if c.bin else None, bin=c.bin) for c in all_cases().values()]
     perf = build_perf([measured(c) for c in perf_cases().values()], [Floor(**FLOOR)], emulated=False)
     earned = standing(cases, "gold", whole=True, perf=perf)
     assert earned.level == "gold"
@@ -51,11 +51,11 @@ def honest():
 
 @pytest.fixture
 def forged(honest, tmp_path):
-    def write(change):
-        body = copy.deepcopy(honest)
+    def write(change, seal=True):
+        body = sealed(honest) if not seal else copy.deepcopy(honest)
         change(body)
         path = tmp_path / "conformance.json"
-        path.write_text(json.dumps(body))
+        path.write_text(json.dumps(sealed(body) if seal else body))
         return path
 
     return write
@@ -72,6 +72,25 @@ def item(body, op):
 def test_an_honest_report_verifies(forged):
     assert verify(forged(lambda b: None)) == []
     assert verify(forged(lambda b: b["cases"].reverse())) == []
+
+
+UNSEEN = {
+    "another device": lambda b: b.update(device="a better one"),
+    "another date": lambda b: b.update(date="2027-01-01"),
+    "another seed": lambda b: b.update(seed=2),
+    "other sources": lambda b: b.update(sources="cd"),
+    "a smaller margin": lambda b: case(b).update(margin=0.1),
+    "another implementation": lambda b: case(b).update(impl="acme.better"),
+    "something new": lambda b: b.update(certified=True),
+    "no digest": lambda b: b.update(digest=""),
+}
+"""What nothing else in a report follows from, or says otherwise."""
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_a_report_that_was_edited_where_nothing_follows_from_it_is_not_as_it_was_written(forged, what):
+    assert verify(forged(lambda b: None, seal=False)) == []
+    assert [line.partition(":")[0] for line in verify(forged(UNSEEN[what], seal=False))] == ["digest"]
 
 
 def turned(status, **more):
@@ -119,6 +138,8 @@ FORGERIES = {
     "filtered": lambda b: b["filters"].update(op=["linear"]),
     "looser bounds": lambda b: b.update(tolerance={"x": [2, "y"]}),
     "level": lambda b: b["standing"].update(level="silver"),
+    "reasons": lambda b: b["standing"].update(reasons=["the weather"]),
+    "a bin": lambda b: case(b).update(bin="linear|f32|other|any"),
     "no longer readable": lambda b: b["standing"].pop("counts"),
 }
 
