@@ -326,5 +326,4 @@ def make_app(runtime: Runtime) -> Gate:
         methods = [method, "HEAD"] if method == "GET" else [method]  # uvicorn sends the head of what GET would get
         app.add_api_route(path, handlers[path], methods=methods, summary=summary, response_model=None, openapi_extra=extra)
     page.register(app, settings)
-    routes = [(r.path, r.path_regex, r.methods, r.endpoint) for r in app.routes]  # type: ignore[attr-defined]
-    return Gate(runtime, routes)
+    return Gate(app, runtime)

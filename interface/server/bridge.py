@@ -21,7 +21,7 @@ __all__ = ["Bridge", "Line"]
 
 
 EVERY_S: Final = 0.033  # steps that are quicker bring their tokens together: at least that often, text leaves
-MANY: Final = 64  # events of one line are not gathered beyond so many: log-probabilities make them large
+MANY: Final = 64  # events are not gathered beyond so many: log-probabilities make them large
 LATE_S: Final = 0.040  # after so long without a wake-up the loop takes what waits
 
 
@@ -33,6 +33,7 @@ class Bridge:
         self._bell = Bell(loop, self._answer)
         self._queue: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = self._urgent = False
+        self._gathered = 0  # events since the last wake-up
         self._woken_at = 0.0
         self._late: asyncio.TimerHandle | None = None
         self._after: list[Callable[[], None]] | None = None  # what is to be called when all that waits has been; None: nothing is being called
@@ -48,24 +49,25 @@ class Bridge:
     def put(self, receiver: Callable[..., None], *args: Any, urgent: bool = True) -> None:
         """Queues receiver(*args) for the loop, which is told by `wake`; urgent: by the next one."""
         self._queue.append((receiver, args))
-        self._urgent |= urgent
+        self.count(urgent)
 
     def line(self, receiver: Callable[[deque[Any]], None]) -> Line:
         """For the events of one prompt: receiver(events) is called on the loop once for all that wait, and takes them from the left."""
         return Line(self, receiver)
 
-    def hurry(self) -> None:
-        """What is queued is not put off."""
-        self._urgent = True
+    def count(self, urgent: bool) -> None:
+        """One event more has come; urgent: what is queued is not put off."""
+        self._gathered += 1
+        self._urgent |= urgent
 
     def wake(self, next_s: float | None = None) -> None:
         """What is queued is called on the loop, soon. next_s: so long will it take until the next call; None: nobody knows. Where that is soon
         enough and nothing is urgent, the loop sleeps until then. A loop that is closed has nobody who waits."""
         if self._queue and not self._woken:
             now = time.monotonic()
-            if next_s is not None and not self._urgent and now - self._woken_at + next_s < EVERY_S:
+            if next_s is not None and not self._urgent and self._gathered < MANY and now - self._woken_at + next_s < EVERY_S:
                 return
-            self._woken, self._urgent, self._woken_at = True, False, now
+            self._woken, self._urgent, self._gathered, self._woken_at = True, False, 0, now
             self._bell.ring()
 
     def soon(self, call: Callable[[], None]) -> None:
@@ -119,8 +121,8 @@ class Line:
         if not self._queued:
             self._queued = True
             self._bridge.put(self._deliver, urgent=urgent)
-        elif urgent or len(self._events) >= MANY:
-            self._bridge.hurry()
+        else:
+            self._bridge.count(urgent)
 
     def _deliver(self) -> None:
         self._queued = False  # before the events are read: whoever comes now queues again

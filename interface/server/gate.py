@@ -12,7 +12,7 @@ import ipaddress
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi.requests import Request
@@ -35,7 +35,9 @@ from .sse import Receive, Scope, Send, encode
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
+    from fastapi import FastAPI
     from fastapi.responses import Response
+    from fastapi.routing import APIRoute
 
     from .runtime import Runtime
 
@@ -92,19 +94,19 @@ class Gate:
     """ASGI: checks, then runs the route's endpoint itself: the way through FastAPI's application, which only describes the routes, has twenty frames more,
     and each thing that is waited for goes through all of them.
 
-    routes: (the path as declared, its pattern, methods, endpoint).
+    app: with the routes, all of which are there.
     """
 
-    def __init__(self, runtime: Runtime, routes: Iterable[tuple[str, re.Pattern[str], Iterable[str], Endpoint]]):
-        self._runtime = runtime
+    def __init__(self, app: FastAPI, runtime: Runtime):
+        self.app, self._runtime = app, runtime
         self._exact: dict[str, dict[str, Endpoint]] = {}  # path -> method -> endpoint
         self._patterns: list[tuple[re.Pattern[str], dict[str, Endpoint]]] = []
-        for path, pattern, methods, endpoint in routes:
-            ends = dict.fromkeys(methods, endpoint)
-            if "{" in path:
-                self._patterns.append((pattern, ends))
+        for route in cast("list[APIRoute]", app.routes):
+            ends = dict.fromkeys(route.methods or (), route.endpoint)
+            if "{" in route.path:
+                self._patterns.append((route.path_regex, ends))
             else:
-                self._exact.setdefault(path, {}).update(ends)
+                self._exact.setdefault(route.path, {}).update(ends)
         self._settings = runtime.settings
         self._limits = KeyLimits(self._settings.key_concurrent, self._settings.key_per_minute)
         self.set_keys(self._settings.keys)

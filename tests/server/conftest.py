@@ -88,7 +88,7 @@ class Server:
     @cached_property
     def description(self) -> Description:
         """What it says of its routes."""
-        return Description(describe(self.runtime.gate._app, self.settings))
+        return Description(describe(self.runtime.gate.app, self.settings))
 
     def _described(self, answer: Any) -> None:
         media = answer.headers.get("content-type", "")

@@ -88,7 +88,7 @@ def test_errors_are_described_as_each_interface_words_them(server):
 
 
 def test_the_description_follows_the_options(server):
-    app = server.runtime.gate._app
+    app = server.runtime.gate.app
     plain = describe(app, ServerSettings())
     assert "security" not in plain
     assert "servers" not in plain
