@@ -20,6 +20,7 @@ from .report import build_report
 from .runner import Job, Selection, cases_for, choose, run_cases
 from .session import Target
 from .sources import kernel_hash
+from .suite import all_cases
 from .suite.soak import soak_case
 
 __all__ = ["Run", "RunOptions", "run_suite"]
@@ -81,7 +82,7 @@ def run_suite(options: RunOptions, progress: Callable[[CaseResult], None] = lamb
     job = Job(target, options.seed, options.jobs, options.stop, options.dump, requirements)
     found = run_cases(job, chosen, progress)
     if path is not None:
-        found = apply_expected(found, listed, facts.version, whole=selection.whole)
+        found = apply_expected(found, listed, facts.version, whole=selection.whole, known=all_cases())
     perf = None
     stopped = options.stop and any(r.status == "failed" for r in found)
     if (options.perf or (selection.level == "gold" and selection.whole)) and not stopped:

@@ -140,7 +140,7 @@ def _expected(report: Mapping[str, Any]) -> list[str]:
     entries = [ExpectedFailure(**e) for e in report["expected"]]
     before = [replace(r, status="failed") if r.status == "expected" else r for r in _results(report) if not r.id.startswith("expected/")]
     # apply_expected changes what it is given
-    marked = {r.id: r.status for r in apply_expected([replace(r) for r in before], entries, report["version"], whole=_selection(report).whole)}
+    marked = {r.id: r.status for r in apply_expected([replace(r) for r in before], entries, report["version"], whole=_selection(report).whole, known=all_cases())}
     found = {r.id: r.status for r in _results(report)}
     return [f"case '{i}' is {found.get(i, 'missing')}; the expected failures give {marked.get(i, 'none')}" for i in {**found, **marked} if found.get(i) != marked.get(i)]
 

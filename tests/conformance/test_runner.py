@@ -148,11 +148,17 @@ def test_expected_failures_are_strict(tmp_path):
     assert applied(_results(), entry)[-1].status == "failed"
     assert applied(_results(), entry.replace("softmax", "sofmax"))[-1].status == "failed"
     assert len(applied(_results(), entry.replace("softmax", "sofmax"), whole=False)) == 2
+    assert applied(_results(), entry.replace("softmax", "sofmax"), whole=False, known=all_cases())[-1].message.endswith("it matches no case")
+    for whole in (True, False):  # cases of another op, or of a higher level, that were not asked for
+        assert len(applied(_results(), entry.replace("softmax", "model"), whole=whole, known=all_cases())) == 2
     assert applied(_results(status="failed", rule="error"), entry + 'until = "0.3"\n')[-1].status == "failed"
     assert applied(_results(status="failed", rule="error"), entry + 'until = "0.4"\n')[0].status == "expected"
-    for wrong in ("expected = 3", "[[expected]]\nid = 'x'", "[[expected]]\nid='x'\nclass='maybe'\nreason='y'", "x = 1", "[[expected]"):
+    for wrong, said in (
+        ("expected = 3", "may hold"), ("[[expected]]\nid = 'x'", "reason and class missing"), (entry.replace("bug", "maybe"), "class is 'maybe'"), ("x = 1", "may hold"), ("[[expected]", "valid TOML"),
+        (entry + "untill = '1'", "untill cannot be"), (entry + "until = 3", "until cannot be"), (entry + "until = 'soon'", "until is 'soon'"),
+    ):  # fmt: skip
         path.write_text(wrong)
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=said):
             read_expected(path)
 
 
