@@ -12,6 +12,7 @@ import platform
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -47,6 +48,7 @@ NATIVE = Path("backends/cpu_avx/native")
 KERNELS = sorted(str(p) for p in NATIVE.glob("kernels/*.c"))  # compiled once per variant
 SHARED = sorted(str(p) for p in NATIVE.glob("*.c"))  # compiled once
 
+JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # compilers at once
 DEBUG = os.environ.get("FASTLLM_DEBUG_BUILD") == "1"  # bounds-checked Cython, for CI
 DIRECTIVES = {"language_level": 3, "boundscheck": DEBUG, "wraparound": DEBUG, "cdivision": True, "embedsignature": True}
 NUMPY = {"include_dirs": [numpy.get_include()], "define_macros": [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]}
@@ -55,26 +57,38 @@ NUMPY = {"include_dirs": [numpy.get_include()], "define_macros": [("NPY_NO_DEPRE
 class BuildExt(build_ext):
     """Compiles `native/kernels/*.c` once per variant and links all variants into the one extension of `cpu_avx`."""
 
+    def finalize_options(self) -> None:
+        """Extensions beside each other, unless somebody says otherwise: nearly all of the time goes by in compilers."""
+        super().finalize_options()
+        self.parallel = self.parallel or JOBS
+
     def build_extension(self, ext: Extension) -> None:
         """Adds the variant objects to `cpu_avx._native`, then builds as usual."""
         if ext.name.endswith("cpu_avx._native"):
             built = []
             for variant, flags in VARIANTS.items():
-                if not self._accepts(flags):
+                if self._accepts(flags):
+                    built.append(variant)
+                else:
                     print(f"fastllm: this compiler does not know {' '.join(flags)}: building without the {variant} variant")
-                    continue
-                define = [("FL_VARIANT", variant), (f"FL_{variant.upper()}", "1")]
-                ext.extra_objects += self.compiler.compile(
-                    KERNELS,
-                    output_dir=str(Path(self.build_temp) / variant),
-                    macros=define,
-                    include_dirs=[str(NATIVE)],
-                    extra_postargs=[*COMMON, *flags],
-                    depends=[str(p) for p in NATIVE.rglob("*.h")],
-                )
-                built.append(variant)
+            wanted = [(variant, kernel) for variant in built for kernel in KERNELS]
+            longest = sorted(wanted, key=lambda pair: os.path.getsize(pair[1]), reverse=True)  # first, so that none is left over at the end
+            with ThreadPoolExecutor(self.parallel) as pool:
+                objects = dict(zip(longest, pool.map(self._kernel, *zip(*longest, strict=True)), strict=True))
+            for pair in wanted:
+                ext.extra_objects += objects[pair]
             ext.define_macros += [(f"FL_HAVE_{v.upper()}", "1") for v in built]
         super().build_extension(ext)
+
+    def _kernel(self, variant: str, source: str) -> list[str]:
+        return self.compiler.compile(
+            [source],
+            output_dir=str(Path(self.build_temp) / variant),
+            macros=[("FL_VARIANT", variant), (f"FL_{variant.upper()}", "1")],
+            include_dirs=[str(NATIVE)],
+            extra_postargs=[*COMMON, *VARIANTS[variant]],
+            depends=[str(p) for p in NATIVE.rglob("*.h")],
+        )
 
     def _accepts(self, flags: list[str]) -> bool:
         with tempfile.TemporaryDirectory() as folder:
