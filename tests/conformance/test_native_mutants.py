@@ -25,7 +25,7 @@ from .native_faults import ALL, FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(fastllm.backends.cpu_avx.__file__).parent
-FLAGS = ["-O0", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w"]
+FLAGS = ["-Og", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 VARIANTS = {
     "baseline": ["-march=x86-64-v2"], "avx2": AVX2, "avx512": [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "bf16"))],
