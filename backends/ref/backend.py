@@ -11,6 +11,7 @@ then the scales of the keys f32 [K, block_size, groups] and those of the values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -204,12 +205,10 @@ class RefBackend(Backend):
         self, cache: Tensor, key: Tensor, value: Tensor | None, slots: Tensor, *, out: Any, stream: Stream, ws: Any
     ) -> None:
         keys, values, where = self._read_all(stream, key, value, slots)
-        for t, slot in enumerate(where.tolist()):
-            if slot < 0:
-                continue
-            block, offset = divmod(slot, cache.block_size)
+        for first, last in _runs(where, cache.block_size):
+            block, offset = divmod(int(where[first]), cache.block_size)
             raw, spec = self._raw_block(cache, block, stream)
-            kv.write(raw, spec, cache.block_size, offset, keys[t], values[t] if values is not None else None)
+            kv.write(raw, spec, cache.block_size, offset, keys[first:last], values[first:last] if values is not None else None)
             if not isinstance(cache.buffer.handle, np.ndarray):
                 self._put(cache.buffer, cache.offset + block * cache.block_bytes, raw, stream)
 
@@ -354,6 +353,12 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= dim
     return tuple(reversed(strides))
+
+
+def _runs(slots: np.ndarray, block_size: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of rows whose slots follow each other in one block. slots: [T]; rows of those below 0 are in no run."""
+    ends = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % block_size == 0)) + 1
+    return [(a, b) for a, b in pairwise([0, *ends.tolist(), len(slots)]) if a < b and slots[a] >= 0]
 
 
 def _check_shares(op: str, starts: np.ndarray, tokens: int) -> None:

@@ -14,6 +14,7 @@ Called by `backend.py`.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,19 @@ def block_bytes(spec: KVSpec, block_size: int) -> int:
 
 
 def write(raw: np.ndarray, spec: KVSpec, block_size: int, offset: int, key: np.ndarray, value: np.ndarray | None) -> None:
-    """Stores one token in a block. raw: the block's bytes; offset: the token's place; key [K, Dk], value [K, Dv] f32."""
+    """Stores tokens in a block. raw: the block's bytes; offset: the first one's place; key [n, K, Dk], value [n, K, Dv] f32."""
     keys, values, key_scales, value_scales = _parts(raw, spec, block_size)
+    places = slice(offset, offset + len(key))
     for x, codes, scales in ((key, keys, key_scales), (value, values, value_scales)):
         if x is None:
             continue
+        rows = x.swapaxes(0, 1)  # [K, n, D]
         if spec.dtype == "int8":
-            codes[:, offset], scales[:, offset] = quantise(x)
+            codes[:, places], scales[:, places] = quantise(rows)
         elif spec.dtype == "bf16":
-            codes[:, offset] = _to_bf16(x)
+            codes[:, places] = _to_bf16(rows)
         else:
-            codes[:, offset] = x
+            codes[:, places] = rows
 
 
 def read(raw: np.ndarray, spec: KVSpec, block_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +83,8 @@ def _to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
-def _layout(spec: KVSpec, block_size: int) -> list[tuple[int, tuple[int, ...], np.dtype[Any]]]:
+@lru_cache(maxsize=64)
+def _layout(spec: KVSpec, block_size: int) -> tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]:
     """(byte offset, shape, dtype) of keys, values, scales of keys and scales of values; shapes of none where the type has none."""
     stored, f32, heads = _STORED[spec.dtype or "f32"], np.dtype("f4"), spec.num_kv_heads
     groups = [-(-dim // GROUP) if spec.dtype == "int8" else 0 for dim in (spec.key_dim, spec.value_dim)]
@@ -95,7 +99,7 @@ def _layout(spec: KVSpec, block_size: int) -> list[tuple[int, tuple[int, ...], n
         at = -(-at // dtype.itemsize) * dtype.itemsize
         parts.append((at, shape, dtype))
         at += math.prod(shape) * dtype.itemsize
-    return parts
+    return tuple(parts)
 
 
 def _parts(raw: np.ndarray, spec: KVSpec, block_size: int) -> list[np.ndarray]:
