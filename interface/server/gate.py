@@ -52,6 +52,8 @@ ALIASES: Final = {"/response": "/v1/responses"}  # without /v1 -> the route
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
 _HEADERS: Final = ("authorization", "content-type", "x-api-key", "x-request-id", "anthropic-version", "anthropic-beta")
+EXPOSED: Final = "x-request-id, request-id, x-should-retry, retry-after, x-fastllm-seed, x-fastllm-ignored, x-fastllm-warning"
+"""Headers of an answer that a page of another origin may read; libraries ask two of them whether and when to send again."""
 _HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
 MAX_ASKED: Final = 64  # headers of one preflight
 
@@ -135,7 +137,7 @@ class Gate:
                 more = {"x-request-id": visit.request_id, "request-id": visit.request_id, "x-content-type-options": "nosniff"}
                 if allowed_origin:
                     more |= {"access-control-allow-origin": allowed_origin, "vary": "origin"}
-                    more["access-control-expose-headers"] = "x-request-id, x-fastllm-seed, x-fastllm-ignored, x-fastllm-warning"
+                    more["access-control-expose-headers"] = EXPOSED
                 if visit.close or self._runtime.draining:
                     more["connection"] = "close"
                 message = {**message, "headers": [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]}

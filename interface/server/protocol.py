@@ -4,7 +4,11 @@ our log, to what is no HTTP, and a close that lets a client read why its body is
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import socket
+import sys
+import termios
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import h11
@@ -41,6 +45,7 @@ class _Closing:
         """At once, or when the client has stopped sending."""
         if not self._protocol.linger():
             self._transport.close()
+            self._protocol.watch_unsent()
 
 
 class Protocol(H11Protocol):
@@ -66,6 +71,7 @@ class Protocol(H11Protocol):
         self.transport = cast("asyncio.Transport", _Closing(transport, self))
         self._under = transport
         self.lingering, self._thrown = False, 0
+        self._unsent: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._arm()
 
@@ -85,6 +91,7 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         self._disarm()
+        self._watched()
         super().connection_lost(exc)
 
     def _should_upgrade(self) -> bool:
@@ -119,6 +126,36 @@ class Protocol(H11Protocol):
         self.flow.resume_reading()
         return True
 
+    def pause_writing(self) -> None:
+        """The client takes less than it gets; nothing more is written until it has taken most."""
+        super().pause_writing()
+        self.watch_unsent()
+
+    def resume_writing(self) -> None:
+        """It has."""
+        super().resume_writing()
+        self._watched()
+
+    def watch_unsent(self, before: int | None = None) -> None:
+        """Cuts a client that takes nothing for as long as a stream's may: of a whole answer, or of a connection that is to be closed. before: bytes
+        that waited at the last look."""
+        waiting = self._under.get_write_buffer_size()
+        if waiting:
+            waiting += _unacknowledged(self._under.get_extra_info("socket"))  # the kernel takes from us in large pieces only
+        if before is None:
+            self._watched()
+        elif before == waiting > 0:
+            self._under.abort()
+            return
+        if waiting:
+            later = asyncio.get_running_loop().call_later
+            self._unsent = later(self.runtime.settings.slow_reader_s, self.watch_unsent, waiting)
+
+    def _watched(self) -> None:
+        if self._unsent is not None:
+            self._unsent.cancel()
+            self._unsent = None
+
     def _between(self) -> bool:
         """No request is known: its headers are still to come."""
         cycle: Any = self.cycle
@@ -137,6 +174,14 @@ class Protocol(H11Protocol):
         self._timer = None
         if self._between():
             self.transport.abort()
+
+
+def _unacknowledged(connection: socket.socket) -> int:
+    """Bytes that the kernel has, and the other side has not."""
+    try:
+        return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:  # it has been closed
+        return 0
 
 
 def protocol_for(runtime: Runtime) -> type[Protocol]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import resource
 import socket
+import time
 
 import pytest
 
@@ -54,6 +55,61 @@ def test_headers_that_do_not_end_cost_a_connection_only_for_a_while(start, monke
         wait_until(lambda: server.call(server.runtime.connections) == 0)
     finally:
         server.close()
+
+
+@pytest.fixture
+def loaded(start, monkeypatch):
+    """(a server that soon cuts who reads nothing, the server's sides of its connections)."""
+    sides = []
+    made = protocol.Protocol.connection_made
+    monkeypatch.setattr(protocol.Protocol, "connection_made", lambda self, transport: (sides.append(self), made(self, transport))[1])
+    server = start(slow_reader_s=0.5)
+    yield server, sides
+    server.close()
+
+
+def large(server, wait_until, sides, more=b"", window=4096, n=16):
+    """A connection to which an answer of megabytes is on its way, whole, and which has a small window."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    raw.settimeout(60)
+    raw.connect(("127.0.0.1", server.port))
+    body = json.dumps({"prompt": [70] * 1000, "max_tokens": 2, "ignore_eos": True, "echo": True, "logprobs": 20, "n": n}).encode()
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b" % (more, len(body), body))
+    wait_until(lambda: waiting(server, sides) > 1 << 20)
+    return raw
+
+
+def waiting(server, sides):
+    """Bytes that the kernel has not taken."""
+    return server.call(lambda: sides[-1]._under.get_write_buffer_size()) if sides else 0
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_who_does_not_read_a_whole_answer_is_cut(loaded, wait_until, more):
+    server, sides = loaded
+    with large(server, wait_until, sides, more):
+        wait_until(lambda: server.call(server.runtime.connections) == 0, "it waits for ever")
+
+
+def test_who_reads_slowly_gets_a_whole_answer_to_its_end(loaded, wait_until):
+    server, sides = loaded
+    with large(server, wait_until, sides, b"Connection: close\r\n", window=64 << 10, n=4) as raw:
+        answer = b""
+        while more := raw.recv(32 << 10):
+            answer += more
+            time.sleep(0.02)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}" in head.decode().lower()
+
+
+def test_who_stops_before_the_end_of_a_connection_that_is_to_be_closed_is_cut(loaded, wait_until):
+    """There is less to send than what keeps a writer waiting."""
+    server, sides = loaded
+    with large(server, wait_until, sides, b"Connection: close\r\n") as raw:
+        while waiting(server, sides) > 64 << 10:
+            raw.recv(8 << 10)
+        wait_until(lambda: server.call(server.runtime.connections) == 0, "it waits for ever")
 
 
 def test_without_descriptors_the_server_refuses_and_recovers(served):
