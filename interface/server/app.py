@@ -190,27 +190,28 @@ def make_app(runtime: Runtime) -> Gate:
         embeds = kind in ("embeddings", "rerank")
 
         async def handler(request: Request) -> Response:
-            pool = runtime.check_open()
+            runtime.check_open()
             if embeds != (settings.embedding is not None):
                 if embeds:
                     raise UnsupportedContent("this server generates, and embeds no texts", fix="start it with --embedding")
                 raise UnsupportedContent("this server embeds texts, and generates none", fix="start it without --embedding")
             body = await read_body(request, settings.max_body, settings.body_pause_s)
-            ready: Prepared = await pool.prepare(kind, body)
-            del body
-            runtime.check_open()
-            visit: Visit = request.scope["visit"]
-            visit.charge(len(ready.prompts) * (ready.params.merged_with(runtime.defaults).n or 1))
-            constraint = await runtime.compile(ready)
-            runtime.check_open()
-            made = Vectors if embeds else Generation
-            generation = made(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
-            prefix, writer = WRITERS[kind]
-            generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
-            generation.constraint = constraint
-            generation.submit()
-            runtime.enter(generation, generation.outbox)
-            return Reply(runtime, generation, reply_headers(ready, generation.seed))
+            with runtime.preparing() as pool:
+                ready: Prepared = await pool.prepare(kind, body)
+                del body
+                runtime.check_open(taken=True)
+                visit: Visit = request.scope["visit"]
+                visit.charge(len(ready.prompts) * (ready.params.merged_with(runtime.defaults).n or 1))
+                constraint = await runtime.compile(ready)
+                runtime.check_open(taken=True)
+                made = Vectors if embeds else Generation
+                generation = made(runtime, ready, visit.request_id, make_outbox(kind) if ready.stream else None)
+                prefix, writer = WRITERS[kind]
+                generation.writer = writer(Identity(prefix, settings.name, visit.request_id), generation)
+                generation.constraint = constraint
+                generation.submit()
+                runtime.enter(generation, generation.outbox)
+                return Reply(runtime, generation, reply_headers(ready, generation.seed))
 
         return handler
 
@@ -219,9 +220,10 @@ def make_app(runtime: Runtime) -> Gate:
 
     def prepares(kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
-            pool = runtime.check_open()
+            runtime.check_open()
             body = await read_body(request, settings.max_body, settings.body_pause_s)
-            ready: Prepared = await pool.prepare(kind, body)
+            with runtime.preparing() as pool:
+                ready: Prepared = await pool.prepare(kind, body)
             return Response(ready.answer, headers=reply_headers(ready), media_type="application/json")
 
         return handler

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +58,8 @@ class Runtime:
         self.compile = Compilation(lambda: self.grammars)
         self._flags = defaults or SamplingParams()
         self.defaults = self._flags
+        self._preparing = 0  # requests
+        self._late = False  # the drain has come to its end
         self._none_active = asyncio.Event()
         self._none_active.set()
         self._ticker: asyncio.Task[None] | None = None
@@ -117,9 +120,9 @@ class Runtime:
             return "stalled"
         return "draining" if self.draining else "ready"
 
-    def check_open(self) -> PreparerPool:
-        """What prepares requests. Raises Unavailable if none is taken now."""
-        if self.draining:
+    def check_open(self, *, taken: bool = False) -> PreparerPool:
+        """What prepares requests. taken: the request was there before the draining began. Raises Unavailable if none is taken now."""
+        if self.draining and (self._late or not taken):
             raise Unavailable("the server is shutting down", fix="try again later", retry_after_s=5)
         if self.model is None or self.pool is None or self.state() == "failed":
             raise Unavailable("the engine has failed, and the server ends", fix="try again later", retry_after_s=5)
@@ -131,6 +134,22 @@ class Runtime:
 
     # requests ---------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def preparing(self) -> Iterator[PreparerPool]:
+        """A request whose body is there is prepared, which a drain waits for as well. Raises Unavailable if none is taken now."""
+        pool = self.check_open()
+        self._preparing += 1
+        self._none_active.clear()
+        try:
+            yield pool
+        finally:
+            self._preparing -= 1
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self.active and not self._preparing:
+            self._none_active.set()
+
     def enter(self, generation: Generation, outbox: Outbox | None) -> None:
         """A request generates from now on."""
         self.active.add((generation, outbox))
@@ -140,8 +159,7 @@ class Runtime:
         """Its answer is with the client, or lost."""
         self.active.discard((generation, outbox))
         self.metrics.ended(generation)
-        if not self.active:
-            self._none_active.set()
+        self._settle()
 
     async def _tick(self) -> None:
         interval = min(1.0, self.settings.ping_s / 2, self.settings.slow_reader_s / 2)
@@ -177,7 +195,7 @@ class Runtime:
         try:
             await asyncio.wait_for(self._none_active.wait(), self.settings.drain_s)
         except TimeoutError:
-            self.exit_code = 1
+            self.exit_code, self._late = 1, True
             for generation, _ in tuple(self.active):
                 error: FastLLMError = Unavailable("the server shuts down", fix="send the request again", retry_after_s=5)
                 generation.fail(error)

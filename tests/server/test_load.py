@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -316,6 +317,39 @@ def test_a_drain_lets_streams_end_and_takes_no_more(start, brake, wait_until):
     draining.result(30)
     server.thread.join(30)
     assert server.code == 0
+    server.close()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "a", "max_tokens": 2}), ("/tokenize", {"content": "a"})])
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_drain_waits_for_what_is_being_prepared(start, wait_until, path, body, in_time):
+    server = start(drain_s=60 if in_time else 0.05)
+    begun, go = threading.Event(), threading.Event()
+    prepare = server.runtime.pool.prepare
+
+    async def slowly(kind, raw):
+        begun.set()
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await prepare(kind, raw)
+
+    server.runtime.pool.prepare = slowly
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(server.client.post, path, json=body)
+        assert begun.wait(30)
+        draining = asyncio.run_coroutine_threadsafe(server.runtime.drain(), server.loop)
+        if in_time:
+            wait_until(lambda: server.runtime.draining)
+            assert not draining.done()
+        else:
+            wait_until(lambda: server.runtime.exit_code == 1)
+        go.set()
+        if in_time or path == "/tokenize":
+            assert answer.result(30).status_code == 200
+        else:
+            assert answer.result(30).status_code == 503
+    server.thread.join(30)
+    assert server.code == (0 if in_time else 1)
     server.close()
 
 
