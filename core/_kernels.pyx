@@ -354,7 +354,7 @@ def trim() -> None:
 cdef int64_t MOST_TOKENS = 1 << 22  # a sum of weights of 2^40 stays below 2^63
 
 
-def _logits(value):
+cdef _logits(value):
     logits = value if _fits(value, cnp.NPY_FLOAT32, 2) else _array(value, "logits", np.float32, 2)
     if not 1 <= logits.shape[1] <= MOST_TOKENS:
         raise ShapeError(f"logits have {logits.shape[1]} columns; the limit is 1 to {MOST_TOKENS}", who="logits")
@@ -466,6 +466,7 @@ cdef class Sampler:
         place in `held`, and the row is UNDECIDED.
         """
         cdef int64_t n, row
+        cdef cnp.npy_intp size = self.rows
         cdef int status
         cdef const float *source
         cdef int32_t *target
@@ -478,7 +479,7 @@ cdef class Sampler:
             wanted = (self.rows, (n + 31) // 32)
             raise ShapeError(f"mask has shape {(self.rows, self.words)}; it must be {wanted}", who="mask")
         _check_sampler(&self.s, self.rows, self.adjusted, n)
-        out = np.empty(self.rows, np.int32)
+        out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)  # without np.empty's search for names and types
         source, target = <const float *>_in(array), <int32_t *>_out(out)
         if held is None:
             with nogil:

@@ -18,7 +18,7 @@ from .errors import EngineError, ShapeError
 
 cnp.import_array()
 
-__all__ = ["Copies", "StepResult", "fill", "move"]
+__all__ = ["Copies", "Moves", "StepResult", "fill", "listed", "put"]
 
 
 cdef inline int32_t *_numbers(array, int ndim, bint written) except NULL:
@@ -38,38 +38,63 @@ cdef inline int64_t _length(array):
     return cnp.PyArray_DIM(<cnp.ndarray>array, 0)
 
 
-def move(list slices, int64_t block_size, ids, positions, slots, context_len) -> bool:
-    """Moves a step of decodes on by one token of each sequence: `scheduler.Slice`s and the arrays [S] that change.
+cdef class Moves:
+    """Moves a step of decodes on by one token of each sequence, again and again: `scheduler.Slice`s and the arrays [S] that
+    change, which are kept. Raises ShapeError for arrays that are no i32 or of another length."""
 
-    False, with nothing of use in the arrays, where a sequence has not just one token to compute after the last one, or begins
-    a block of the cache. Raises ShapeError for arrays that are no i32 or of another length.
-    """
-    cdef int64_t s, start, count = len(slices)
-    cdef int32_t *to_ids = _numbers(ids, 1, True)
-    cdef int32_t *to_positions = _numbers(positions, 1, True)
-    cdef int32_t *to_slots = _numbers(slots, 1, True)
-    cdef int32_t *to_lengths = _numbers(context_len, 1, True)
-    cdef const int32_t *tokens
-    if not _length(ids) == _length(positions) == _length(slots) == _length(context_len) == count:
-        raise ShapeError(f"arrays of {count} sequences have other lengths", who="move")
-    for s in range(count):
-        part = slices[s]
-        sequence = part.sequence
-        start = <int64_t>part.start + 1
-        if <int64_t>sequence.num_computed != start or <int64_t>sequence.num_tokens != start + 1:
-            return False
-        if start % block_size == 0:
-            return False
-        known = sequence.tokens
-        tokens = _numbers(known, 1, False)
-        if start >= _length(known):
-            raise ShapeError(f"a sequence of {start + 1} tokens in memory of {_length(known)}", who="move")
-        part.start = start
-        to_ids[s] = tokens[start]
-        to_positions[s] += 1
-        to_slots[s] += 1
-        to_lengths[s] += 1
-    return True
+    cdef list slices
+    cdef tuple arrays
+    cdef int64_t block_size
+    cdef int32_t *ids
+    cdef int32_t *positions
+    cdef int32_t *slots
+    cdef int32_t *lengths
+
+    def __init__(self, list slices, int64_t block_size, ids, positions, slots, context_len):
+        self.slices, self.block_size, self.arrays = slices, block_size, (ids, positions, slots, context_len)
+        self.ids, self.positions = _numbers(ids, 1, True), _numbers(positions, 1, True)
+        self.slots, self.lengths = _numbers(slots, 1, True), _numbers(context_len, 1, True)
+        if not _length(ids) == _length(positions) == _length(slots) == _length(context_len) == len(slices):
+            raise ShapeError(f"arrays of {len(slices)} sequences have other lengths", who="Moves")
+
+    def run(self) -> bool:
+        """False, with nothing of use in the arrays, where a sequence has not just one token to compute after the last one, or
+        begins a block of the cache. Raises ShapeError for a sequence with fewer tokens than it says."""
+        cdef int64_t s, start
+        cdef const int32_t *tokens
+        for s in range(len(self.slices)):
+            part = self.slices[s]
+            sequence = part.sequence
+            start = <int64_t>part.start + 1
+            if <int64_t>sequence.num_computed != start or <int64_t>sequence.num_tokens != start + 1:
+                return False
+            if start % self.block_size == 0:
+                return False
+            known = sequence.tokens
+            tokens = _numbers(known, 1, False)
+            if start >= _length(known):
+                raise ShapeError(f"a sequence of {start + 1} tokens in memory of {_length(known)}", who="Moves")
+            part.start = start
+            self.ids[s] = tokens[start]
+            self.positions[s] += 1
+            self.slots[s] += 1
+            self.lengths[s] += 1
+        return True
+
+
+def put(array, int64_t place, int32_t number) -> None:
+    """array[place] = number, of i32 [n]. Raises ShapeError for an array that is no i32 or is shorter."""
+    cdef int32_t *to = _numbers(array, 1, True)
+    if not 0 <= place < _length(array):
+        raise ShapeError(f"place {place} of an array of {_length(array)}", who="put")
+    to[place] = number
+
+
+def listed(array) -> list:
+    """The numbers of an i32 array [n]. Raises ShapeError for another."""
+    cdef int64_t n
+    cdef const int32_t *source = _numbers(array, 1, False)
+    return [source[n] for n in range(_length(array))]
 
 
 cdef class StepResult:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ._steps import listed
 from .embedding import POOLINGS, EmbeddingRunner
 from .errors import Cancelled, EngineError, FastLLMError, InvalidRequest, OutOfMemory, QueueFull, UsageError
 from .held import HeldRows
@@ -94,8 +95,9 @@ class Engine:
         # the lock away. Told: seconds until about the next time; None: that is not known, for nobody decodes. In the engine's thread; must not raise.
         self.on_handed_out: Callable[[float | None], None] | None = None
         self._step_s = 0.0  # of the last step
-        self._held = HeldRows(self._vocab_size, self._fail_job, self._waited)  # the next four: of the step that runs
-        self._decodes = 0
+        self._held = HeldRows(self._vocab_size, self._fail_job, self._waited)  # the next seven: of the step that runs
+        self._decodes = self._num_tokens = self._num_rows = 0
+        self._touches = False  # there may be a block of the cache to touch
         self._states: list[SamplerState] = []
         self._sampler_rows = build_rows([], self._vocab_size)
         self.on_masks: Callable[[float], None] | None = None  # seconds that a step waited for the masks of its rows
@@ -300,22 +302,23 @@ class Engine:
                 self._runner.copy_block(source, target)
             for snapshot, sequence in step.restores:
                 self._runner.restore_state(snapshot, sequence.slot)
-            if self._decodes:
+            if self._touches:
                 # a block ahead for each sequence, one a step: those that began together begin their next blocks together
                 ahead = self._blocks.next_unwritten(len(self._scheduler.running))
                 if ahead is not None:
                     self._runner.touch_block(ahead)
+                self._touches = ahead is not None
             if self.on_handed_out is not None:
                 self.on_handed_out(self._step_s if self._decodes else None)
             result = self._runner.run(batch)
-            ids = [] if result.ids is None else result.ids.tolist()
-            if len(ids) != len(batch.sample_rows):
-                raise EngineError(f"a step sampled {len(batch.sample_rows)} rows and the executor returned {len(ids)} ids")
+            ids = [] if result.ids is None else listed(result.ids)
+            if len(ids) != self._num_rows:
+                raise EngineError(f"a step sampled {self._num_rows} rows and the executor returned {len(ids)} ids")
         except BaseException as error:  # no signal is raised in this thread: also an exit is the backend's, and the matter of this step
             self._step_failed(step, error)
             return
         self._steps += 1
-        num_tokens = batch.dims.T
+        num_tokens = self._num_tokens
         self._computed += num_tokens
         self._progress_at = time.monotonic()
         self._step_s = self._progress_at - now
@@ -360,6 +363,7 @@ class Engine:
 
     def _begin(self, step: ScheduledStep, now: float) -> None:
         """What the steps that follow this one with the same sequences have in common."""
+        batch = step.batch
         for part in step.slices:
             job = part.sequence.owner.job
             if job.started_at is None:
@@ -369,9 +373,10 @@ class Engine:
                     self._num_queued -= 1
                 self._tell_start(part.sequence.owner)
         self._decodes = sum(part.num_tokens == 1 and part.sequence.decodes for part in step.slices)  # not the last token of a prompt
+        self._num_tokens, self._num_rows, self._touches = batch.dims.T, batch.dims.R, self._decodes > 0
         self._held.begin(step)
         self._states = self._sampler_states(step)
-        step.batch.sampler = lambda: self._rows(step)
+        batch.sampler = lambda: self._rows(step)
 
     def _rows(self, step: ScheduledStep) -> SamplerRows:
         """The sampler's arrays, asked for when the step's logits are there."""

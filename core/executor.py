@@ -88,6 +88,7 @@ class Executor:
             self._fields: list[tuple[str, str, bool, np.ndarray | None]] = [(n, rows, n in MAY_LACK, None) for n, rows in STEP_FIELDS.items()]
             self._fields += [(n, STEP_FIELDS[n], n in MAY_LACK, array) for (_, n), array in self._host.items() if n in STEP_FIELDS]
             self._uploads = [(d, n, array) for (d, n), array in self._host.items() if n in STEP_FIELDS and (d, n) not in self._hosted]
+            self._carried = [segment.copies for segment in plan.segments]
             # the default stream is done when a call returns; other streams are waited for
             self._waits = [s for s in self._streams.values() if type(s).synchronize is not Stream.synchronize]
             self._logits_here = self._logits_device in self._hosted and not self._waits
@@ -255,9 +256,16 @@ class Executor:
             for device, name, array in self._uploads:
                 self._upload(device, name, array[: len(getattr(batch, name))])
             for index, program in enumerate(self._programs):
-                for copy in self.plan.segments[index].copies:
+                for copy in self._carried[index]:
                     self._carry(copy.value, copy.source, copy.target, dims)
-                self._run_segment(index, program, dims)
+                if program is None:
+                    self._interpret(index, dims)
+                    continue
+                try:
+                    program.run(dims)
+                except BaseException as error:
+                    self._say_where(error, index, -1)
+                    raise
             logits = self._logits_of[dims.R]
             if not self._logits_here:
                 self._read_logits(logits)
@@ -266,22 +274,24 @@ class Executor:
                 stream.synchronize()
         return StepResult(self._sample(logits, batch), logits)
 
-    def _run_segment(self, index: int, program: Program | None, dims: StepDims) -> None:
-        """A segment as its backend compiled it, or op by op. What goes wrong says where: no message of a driver does."""
-        segment, at = self.plan.segments[index], -1
+    def _interpret(self, index: int, dims: StepDims) -> None:
+        """A segment that its backend did not compile, op by op."""
+        at = -1
         try:
-            if program is not None:
-                program.run(dims)
-            else:
-                for call in self._interpreted[index]:
-                    at += 1
-                    call(dims)
+            for call in self._interpreted[index]:
+                at += 1
+                call(dims)
         except BaseException as error:
-            what = f"op '{self.plan.graph.nodes[segment.nodes[at]].op}'" if at >= 0 else f"the program of {len(segment.nodes)} ops"
-            note = f"{what} on {segment.device}"
-            if note not in getattr(error, "__notes__", ()):  # a backend may raise one object again and again
-                error.add_note(note)
+            self._say_where(error, index, at)
             raise
+
+    def _say_where(self, error: BaseException, index: int, at: int) -> None:
+        """What goes wrong says where: no message of a driver does. at: number of the op within its segment; −1: somewhere in its program."""
+        segment = self.plan.segments[index]
+        what = f"op '{self.plan.graph.nodes[segment.nodes[at]].op}'" if at >= 0 else f"the program of {len(segment.nodes)} ops"
+        note = f"{what} on {segment.device}"
+        if note not in getattr(error, "__notes__", ()):  # a backend may raise one object again and again
+            error.add_note(note)
 
     def _fill(self, batch: StepBatch) -> None:
         """The arrays of a step to where the devices read them."""

@@ -102,7 +102,7 @@ class Sequence:
         """Adds a generated token."""
         if self.num_tokens == len(self.tokens):
             self.tokens = np.concatenate([self.tokens, np.empty(len(self.tokens), I32)])
-        self.tokens[self.num_tokens] = token_id
+        _steps.put(self.tokens, self.num_tokens, token_id)  # numpy's own way touches much more memory
         self.num_tokens += 1
 
     def num_remaining(self) -> int:
@@ -127,13 +127,15 @@ class Slice:
 class ScheduledStep:
     """One step: make the copies (from block, to block) in this order, then run the batch. The next step reuses the arrays. fresh: False
     where it is the very object of the step before, whose sequences all decode once more; then only its numbers have moved on.
-    restores: of models with recurrent state, what is to be put back before the batch runs: (snapshot, sequence whose slot takes it)."""
+    restores: of models with recurrent state, what is to be put back before the batch runs: (snapshot, sequence whose slot takes it). moves: what turns it
+    into the next, once that was tried."""
 
     slices: list[Slice]
     copies: list[tuple[int, int]]
     batch: StepBatch
     fresh: bool = True
     restores: list[tuple[int, Sequence]] = field(default_factory=list)
+    moves: _steps.Moves | None = None
 
 
 class Scheduler:
@@ -233,10 +235,12 @@ class Scheduler:
         a new one. There is more to do where somebody came or went, a token is not known or a sequence begins a block."""
         step, self._last = self._last, None
         if step is not None and not (self.waiting and len(self.running) < self.max_running):
-            batch = step.batch  # what is moved of it before a sequence turns out to need more, `_build` overwrites
-            if _steps.move(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len):
-                batch.moved = True
-                step.fresh, step.copies, step.restores = False, [], []
+            if step.moves is None:
+                batch = step.batch
+                step.moves = _steps.Moves(step.slices, self.blocks.block_size, batch.ids, batch.positions, batch.slots, batch.context_len)
+            if step.moves.run():  # what is moved before a sequence turns out to need more, `_build` overwrites
+                if step.fresh:
+                    step.fresh, step.copies, step.restores, step.batch.moved = False, [], [], True
                 self._last = step
                 return step
         if self.waiting:

@@ -22,6 +22,10 @@ def decoding(start, tokens):
     return SimpleNamespace(sequence=sequence, start=start)
 
 
+def moved(*args):
+    return _steps.Moves(*args).run()
+
+
 def arrays(count):
     return [np.zeros(count, I32) for _ in range(4)]
 
@@ -29,7 +33,7 @@ def arrays(count):
 def test_a_step_moves_on_by_one_token_of_each_sequence():
     slices = [decoding(1, [5, 6, 7]), decoding(0, [8, 9])]
     ids, positions, slots, context_len = np.array([6, 8], I32), np.array([1, 0], I32), np.array([65, 0], I32), np.array([2, 1], I32)
-    assert _steps.move(slices, 64, ids, positions, slots, context_len)
+    assert moved(slices, 64, ids, positions, slots, context_len)
     assert (ids.tolist(), positions.tolist(), slots.tolist(), context_len.tolist()) == ([7, 9], [2, 1], [66, 1], [3, 2])
     assert [part.start for part in slices] == [2, 1]
 
@@ -38,22 +42,22 @@ def test_a_step_moves_on_by_one_token_of_each_sequence():
 def test_a_sequence_with_more_to_compute_is_not_moved(change):
     part = decoding(0, range(8))
     vars(part.sequence).update(change)
-    assert not _steps.move([part], 64, *arrays(1))
+    assert not moved([part], 64, *arrays(1))
     assert part.start == 0
 
 
 def test_the_first_token_of_a_block_is_not_moved_to():
-    assert not _steps.move([decoding(3, range(8))], 4, *arrays(1))
+    assert not moved([decoding(3, range(8))], 4, *arrays(1))
 
 
 def test_arrays_of_another_type_or_length_are_refused():
     part = decoding(0, [1, 2])
     with pytest.raises(ShapeError, match="other lengths"):
-        _steps.move([part], 64, *arrays(2))
+        moved([part], 64, *arrays(2))
     with pytest.raises(ShapeError, match="int64"):
-        _steps.move([part], 64, np.zeros(1, np.int64), *arrays(1)[:3])
+        moved([part], 64, np.zeros(1, np.int64), *arrays(1)[:3])
     with pytest.raises(ShapeError, match="in memory of 1"):
-        _steps.move([decoding(0, [1])], 64, *arrays(1))
+        moved([decoding(0, [1])], 64, *arrays(1))
 
 
 def test_a_table_goes_to_the_front_of_the_wider_one():
@@ -84,7 +88,7 @@ def test_arrays_that_are_only_read_may_be_read_only_and_views_with_gaps():
     part = decoding(0, [1, 2])
     part.sequence.tokens.flags.writeable = False
     ids, target, table = arrays(1)[0], np.zeros(3, I32), np.zeros((2, 2), I32)
-    assert _steps.move([part], 64, ids, *arrays(1)[:3])
+    assert moved([part], 64, ids, *arrays(1)[:3])
     assert ids.tolist() == [2]
     for source in (frozen, gaps):
         _steps.fill([("ids", "T", False, target)], SimpleNamespace(ids=source), 3, 1, 1)
@@ -98,11 +102,26 @@ def test_arrays_that_are_written_to_must_not_be_read_only():
     frozen = np.zeros(1, I32)
     frozen.flags.writeable = False
     with pytest.raises(ShapeError, match="read-only"):
-        _steps.move([decoding(0, [1, 2])], 64, frozen, *arrays(1)[:3])
+        moved([decoding(0, [1, 2])], 64, frozen, *arrays(1)[:3])
     with pytest.raises(ShapeError, match="read-only"):
         _steps.fill([("ids", "T", False, frozen)], SimpleNamespace(ids=np.zeros(1, I32)), 1, 1, 1)
     with pytest.raises(ShapeError, match="int64"):
         _steps.fill([("ids", "T", False, np.zeros(4, I32))], SimpleNamespace(ids=np.zeros(8, np.int64)[::2]), 4, 1, 1)
+
+
+def test_numbers_are_put_and_listed_within_their_array():
+    numbers = np.arange(4, dtype=I32)
+    _steps.put(numbers, 3, -(2**31))
+    assert _steps.listed(numbers) == [0, 1, 2, -(2**31)]
+    assert all(type(n) is int for n in _steps.listed(numbers))
+    assert _steps.listed(np.zeros(0, I32)) == []
+    for place in (4, -1):
+        with pytest.raises(ShapeError, match="place"):
+            _steps.put(numbers, place, 0)
+    with pytest.raises(ShapeError, match="int64"):
+        _steps.listed(np.zeros(2, np.int64))
+    with pytest.raises(OverflowError):
+        _steps.put(numbers, 0, 2**31)
 
 
 def test_copies_are_made_again_with_the_numbers_of_the_day():
