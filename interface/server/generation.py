@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, QueueFull, Unavailable
+from ..core.errors import Cancelled, EngineError, FastLLMError, InvalidRequest, InvalidSchema, QueueFull, Unavailable
 from ..core.request import Request, RequestHandle, Timings, TokenConstraint, TokenEvent
 from ..core.sampling import effective_seed, stream_id
 from ..text import Tokenizer
@@ -277,7 +277,7 @@ class Generation:
 
     def _end_prompt(self, handle: RequestHandle) -> None:
         if handle.error is not None:
-            self.fail(self.error or handle.error)
+            self.fail(self.error or self._named(handle.error))
             return
         self._left -= 1
         if len(self._handles) < len(self.ready.prompts):
@@ -287,6 +287,13 @@ class Generation:
             if self._send is not None:
                 self._send(self.writer.end(usage))
             self._finish()
+
+    def _named(self, error: FastLLMError) -> FastLLMError:
+        """With the field of the grammar that could not be followed any more, which the engine does not know."""
+        if not isinstance(error, InvalidSchema) or self.ready.constraint is None or "param" in error.fields:
+            return error
+        param = self.ready.constraint["param"]
+        return InvalidSchema(f"{param}: {error.message}", who=param, why=error.why, fix=error.fix, param=param)
 
     def fail(self, error: FastLLMError) -> None:
         """Ends the request with an error, which a stream sends as its last frame."""

@@ -109,6 +109,18 @@ def test_each_other_way_to_say_it(client, http):
     assert all(fits(json.loads(c.message.content)) for c in ask(client, extra_body=wrapped).choices)
 
 
+def test_a_grammar_that_cannot_be_followed_any_more_is_named(http, parse, monkeypatch):
+    body = {"prompt": "Hi", "max_tokens": 9, "guided_regex": "[ab]{9,40}"}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    monkeypatch.setattr("fastllm.text.matcher.Matcher.accept", lambda self, token: (_ for _ in ()).throw(self._failed()))
+    whole = http.post("/v1/completions", json=body)
+    last = parse(http.post("/v1/completions", json={**body, "stream": True}).content)[-1]
+    assert whole.status_code == 400
+    for error in (whole.json()["error"], last["error"]):
+        assert (error["param"], error["code"]) == ("guided_regex", "invalid_schema")
+        assert error["message"].startswith("guided_regex: the grammar of this answer cannot be followed")
+
+
 def test_what_cannot_be_enforced_is_400_before_a_stream_starts(http):
     body = {"messages": HI, "stream": True, "response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": "bar"}}}}}
     answer = http.post("/v1/chat/completions", json=body)
