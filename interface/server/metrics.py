@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from ..core.cgroup import throttled_periods
+from ..core.errors import OutOfMemory, QueueFull, Unavailable
 
 if TYPE_CHECKING:
     from .gate import Visit
@@ -67,6 +68,10 @@ HISTOGRAMS: Final = (
 )
 
 
+ENDS: Final = ("stop", "length", "tool_calls")
+REASONS: Final = (*ENDS, "cancelled", "error")
+
+
 class Tally:
     """A histogram that costs one look-up a value: there is one for every token and every step, between two steps that leave nothing of Python
     in the processor's caches. Each is filled by one thread.
@@ -107,6 +112,14 @@ class Metrics:
             self._success = Counter("vllm:request_success", LABELLED["requests_finished"][1], names, registry=self._registry)
         self._rejected = Counter("fastllm_requests_rejected", LABELLED["requests_rejected"][1], ["why"], registry=self._registry)
         self._errors = Counter("fastllm_errors", LABELLED["errors"][1], ["code"], registry=self._registry)
+        for reason in REASONS:  # a series that is not there before its first event has no rate at that event
+            self._finished.labels(reason=reason)
+            if self._success is not None and reason in ENDS:
+                self._success.labels(**self._labels, finished_reason=reason)
+        for why in (QueueFull.code, Unavailable.code, OutOfMemory.code):
+            self._rejected.labels(why=why)
+        for status in ("400", "401", "429", "500", "503"):
+            self._errors.labels(code=status)
         from .answers import fingerprint
 
         build = Gauge("fastllm_build_info", LABELLED["build_info"][1], ["version"], registry=self._registry)

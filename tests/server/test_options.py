@@ -181,6 +181,24 @@ def test_periods_that_a_quota_stopped_are_told(counting, monkeypatch):
     assert (family.type, family.samples[0].name, family.samples[0].value) == ("counter", "fastllm_throttled_periods_total", 7)
 
 
+def test_counters_are_there_before_their_first_event(start):
+    """A rate needs the value before it."""
+    server = start(metrics_aliases=True)
+    try:
+        found = families(server.client.get("/metrics").text)
+        for name, label, values in (
+            ("fastllm_requests_finished", "reason", {"stop", "length", "tool_calls", "cancelled", "error"}),
+            ("fastllm_requests_rejected", "why", {"queue_full", "unavailable", "out_of_memory"}),
+            ("fastllm_errors", "code", {"400", "401", "429", "500", "503"}),
+            ("vllm:request_success", "finished_reason", {"stop", "length", "tool_calls"}),
+        ):
+            samples = [s for s in found[name].samples if s.name.endswith("_total")]
+            assert {s.labels[label] for s in samples} == values
+            assert {s.value for s in samples} == {0}
+    finally:
+        server.close()
+
+
 def test_the_metrics_are_those_that_are_documented(counting):
     counting.client.post(TEXT, json={"prompt": "Hi", "max_tokens": 1})
     part = (Path(__file__).parents[2] / "docs/server.md").read_text().partition("<!-- generated: metrics -->")[2].partition("<!-- end -->")[0]
