@@ -58,6 +58,7 @@ class NativeWriter:
 
     def __init__(self, setup: Setup, ask: Ask, name: str, generation: Any):
         self._setup, self._ask, self._name, self._generation = setup, ask, name, generation
+        self.plain: dict[int, Any] = {}
 
     def _piece_of(self, token_id: int) -> dict[str, Any]:
         raw = self._generation.tokenizer.decode_bytes(token_id, skip_special=False)
