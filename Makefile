@@ -1,5 +1,6 @@
 # Every target is a few lines; the first two are all a user needs: `make run` and `make test`.
 PYTHON ?= python3
+JOBS ?= 2
 PROMPT ?= Why is the sky blue? Answer in one sentence.
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,8 +17,9 @@ run: install ## answer PROMPT with the default model, which is fetched on the fi
 chat: install ## chat with the default model
 	@$(BIN)/fastllm run -i
 
-test: $(VENV)/.installed-test build/web/.installed ## the whole suite; K=EXPRESSION runs a part of it
-	$(BIN)/python -m pytest $(if $(K),-k "$(K)",)
+# Files are shared out whole and in their order: what a file builds once for its tests is built once, and the long ones come first.
+test: $(VENV)/.installed-test build/web/.installed ## the whole suite in JOBS=2 processes; K=EXPRESSION runs a part of it, in one
+	$(BIN)/python -m pytest $(if $(K),-k "$(K)",-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 external: $(VENV)/.installed-test ## the clients' own suites and llama.cpp's, fetched from the package index; SUITES="openai anthropic", ARGS=--bounded
 	$(BIN)/python tests/external/run.py $(SUITES) $(ARGS)

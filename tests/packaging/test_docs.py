@@ -33,7 +33,7 @@ def load(path: str) -> ModuleType:
 
 make_docs = load("scripts/make_docs.py")
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in make_docs.documents()]
-OTHER_OPTIONS = {"--cells", "--check", "--cpus", "--create-home", "--from", "--http-mode", "--isa", "--minutes", "--model", "--no-cache-dir", "--no-deps", "--no-install-recommends", "--opt", "--out", "--peer", "--stop-timeout", "--write"}
+OTHER_OPTIONS = {"--cells", "--check", "--cpus", "--create-home", "--durations", "--from", "--http-mode", "--isa", "--minutes", "--model", "--no-cache-dir", "--no-deps", "--no-install-recommends", "--opt", "--out", "--peer", "--stop-timeout", "--write"}
 
 
 def read(name: str) -> str:
