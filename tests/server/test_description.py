@@ -46,7 +46,7 @@ def test_streams_and_whole_answers_are_those_that_are_described(server, http, pa
     server.description.events(path, events)
 
 
-def test_a_stream_that_fails_is_described_too(start, parse, brake, monkeypatch):
+def test_a_stream_that_fails_is_described_too(start, parse, brake):
     server = start()
     try:
         for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "a"}), (RESPONSES, {"input": "a"}), (MESSAGES, {"messages": HI, "max_tokens": 9})):
