@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,33 +249,42 @@ class Bench:
         """Where a decode step's time goes that is not the backend's, in seconds (medians over the steps): `python` is everything
         but the native program and the choice of the token; `sample` is that choice."""
         runner: Any = self.engine._runner
-        programs, sample = list(runner._programs), runner._sample
-        native: list[float] = []  # when a program began and ended, in turns
-        choices: list[float] = []  # the same of the choices
-        clock = time.perf_counter
+        native, sampled, ends = [0.0], [0.0], []
+        programs = list(runner._programs)
+        sample = runner._sample
 
-        def timed(inner: Callable[..., Any], stamp: Callable[[float], None]) -> Callable[..., Any]:
-            """What is called between steps has its own part in their time, so it does as little as can be."""
+        class Timed:
+            """A program that adds up its time."""
 
-            def outer(*args: Any) -> Any:
-                stamp(clock())
-                result = inner(*args)
-                stamp(clock())
-                return result
+            def __init__(self, program: Any):
+                self.program = program
 
-            return outer
+            def run(self, dims: Any) -> None:
+                start = time.perf_counter()
+                self.program.run(dims)
+                native[-1] += time.perf_counter() - start
 
-        runner._programs = [None if p is None else SimpleNamespace(run=timed(p.run, native.append), close=p.close) for p in programs]
-        runner._sample = timed(sample, choices.append)
+            def close(self) -> None:
+                self.program.close()
+
+        def timed_sample(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = sample(*args, **kwargs)
+            ends.append(time.perf_counter())
+            sampled[-1] += ends[-1] - start
+            native.append(0.0)
+            sampled.append(0.0)
+            return result
+
+        runner._programs = [None if p is None else Timed(p) for p in programs]
+        runner._sample = timed_sample
         try:
             self.decode(0, tokens)
         finally:
             runner._programs = programs
             del runner._sample  # the class's own again
-        ended, ends = np.asarray(native[1::2]), np.asarray(choices[1::2])
-        choice = (ends - np.asarray(choices[::2]))[2:]
-        inside = np.bincount(np.searchsorted(ends, ended), ended - np.asarray(native[::2]), minlength=len(ends))[2 : len(ends)]
-        steps = np.diff(ends)[1:]
+        steps = np.diff(np.asarray(ends))[1:]
+        inside, choice = np.asarray(native[1 : len(ends)])[1:], np.asarray(sampled[1 : len(ends)])[1:]
         return {
             "step_s": float(np.median(steps)),
             "native_s": float(np.median(inside)),
