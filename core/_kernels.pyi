@@ -1,5 +1,6 @@
 """Types of `_kernels.pyx`, for the type checker; the docstrings are there."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -56,7 +57,12 @@ class Sampler:
         mask: NDArray[np.uint32] | None = None,
         portable: bool = False,
     ) -> None: ...
-    def choose(self, logits: NDArray[np.float32], held: list[Any] | None = None) -> NDArray[np.int32]: ...
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        held: list[Any] | None = None,
+        masks: Callable[[int], NDArray[np.uint32] | None] | None = None,
+    ) -> NDArray[np.int32]: ...
 
 @overload
 def sample(

@@ -94,12 +94,15 @@ cdef extern from "_held.h" nogil:
     ctypedef struct fl_held:
         int free, likeliest
         int64_t only
+        int64_t count
 
     int fl_sample_held(const float *logits, int64_t rows, int64_t n, const fl_sampler *sampler, fl_held *held, int32_t *ids)
     int fl_held_more(const float *logits, int64_t n, const fl_sampler *sampler, int64_t r, fl_held *held)
-    int32_t fl_held_asked(const fl_held *held)
+    int32_t fl_held_asked(const fl_held *held, int64_t further)
     void fl_held_answer(fl_held *held, int allowed)
+    void fl_held_mask(fl_held *held, const uint32_t *mask)
     int32_t fl_held_next(const fl_held *held)
+    int64_t fl_held_questions(const fl_held *held)
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------
@@ -457,13 +460,16 @@ cdef class Sampler:
         self.s.adjust_ids, self.s.adjust_bias = <int32_t *>_in(adjust_ids), <float *>_in(adjust_bias)
         self.s.adjust_repeat, self.s.adjust_sub = <float *>_in(adjust_repeat), <float *>_in(adjust_sub)
 
-    def choose(self, logits, list held=None):
+    def choose(self, logits, list held=None, masks=None):
         """ids i32 [R] of logits f32 [R, V], as `sample`.
 
         held: of R entries, for a sampler without masks: None where a row is free, the id of the only token that may come, or a
-        callable that says of a token's id whether it may come (None: it cannot say). The id of such a row is the one that the
-        mask of all that may come would give, or UNDECIDED where the answers do not decide. What a callable raises takes its
-        place in `held`, and the row is UNDECIDED.
+        callable that says of each of some tokens' ids whether it may come (None: it cannot say, or takes longer than the mask).
+        masks: a callable, called once at most with the number of each row that answers do not decide: its mask, u32
+        [ceil(V / 32)], or None where every token may come. The id of such a row is the one that the mask of all that may come
+        would give, or UNDECIDED where answers and the mask's bits of the likeliest tokens do not decide. Then the mask, if it
+        was asked for, is in the callable's place in `held`, in a tuple; what one of the callables raised takes that place, too,
+        and the row is UNDECIDED.
         """
         cdef int64_t n, row
         cdef cnp.npy_intp size = self.rows
@@ -501,7 +507,7 @@ cdef class Sampler:
                 if status == 0:
                     for row in range(self.rows):
                         if not lists[row].free:
-                            target[row] = _ask(source, n, &self.s, &lists[row], held, row)
+                            target[row] = _ask(source, n, &self.s, &lists[row], held, row, masks)
             finally:
                 free(lists)
         if status != 0:
@@ -509,27 +515,51 @@ cdef class Sampler:
         return out
 
 
-cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row) except? -3:
-    """The id of a row, by what its callable says of the tokens of its list."""
+cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, masks) except? -3:
+    """The id of a row, by what its callable says of the tokens of its list, or by its mask."""
     cdef int32_t found = fl_held_next(asked)
-    cdef int status
+    cdef int64_t i, count
     allows = held[row]
-    while found == FL_ASK:
-        try:
-            answer = allows(fl_held_asked(asked))
-        except BaseException as error:  # a panic of the library of grammars is no Exception
-            held[row] = error
-            return FL_UNDECIDED
-        if answer is None:
-            return FL_UNDECIDED
-        fl_held_answer(asked, 1 if answer else 0)
-        if asked.likeliest and not answer:
-            with nogil:
-                status = fl_held_more(logits, n, sampler, row, asked)
-            if status != 0:
-                raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
-        found = fl_held_next(asked)
+    try:
+        while found == FL_ASK:
+            count = fl_held_questions(asked)
+            answers = allows([fl_held_asked(asked, i) for i in range(count)]) if count > 0 else None
+            if answers is None:
+                return FL_UNDECIDED if masks is None else _under_mask(logits, n, sampler, asked, held, row, masks(row))
+            for i in range(count):
+                fl_held_answer(asked, 1 if answers[i] else 0)
+            if asked.likeliest and asked.count == 0:
+                _list_more(logits, n, sampler, asked, row)
+            found = fl_held_next(asked)
+    except BaseException as error:  # a panic of the library of grammars is no Exception
+        held[row] = error
+        return FL_UNDECIDED
     return found
+
+
+cdef int32_t _under_mask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, mask) except? -3:
+    """The id of a row by the bits of its list in a mask; None: every token may come."""
+    cdef const uint32_t *bits = NULL
+    if mask is not None:
+        mask = mask if _fits(mask, cnp.NPY_UINT32, 1) else _array(mask, "mask", np.uint32, 1)
+        if cnp.PyArray_SIZE(<cnp.ndarray>mask) != (n + 31) // 32:
+            raise ShapeError(f"mask has shape {mask.shape}; it must be {((n + 31) // 32,)}", who="mask")
+        bits = <const uint32_t *>_in(mask)
+    held[row] = (mask,)
+    fl_held_mask(asked, bits)
+    if asked.likeliest and asked.count == 0:
+        _list_more(logits, n, sampler, asked, row)
+        fl_held_mask(asked, bits)
+    return fl_held_next(asked)
+
+
+cdef _list_more(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, Py_ssize_t row):
+    """Lists what is behind the likeliest token of a row, which has been refused."""
+    cdef int status
+    with nogil:
+        status = fl_held_more(logits, n, sampler, row, asked)
+    if status != 0:
+        raise OutOfMemory(f"sampling {n} logits needs {20 * n + n // 32} bytes of scratch memory")
 
 
 def sample(logits, *, bint with_logprobs=False, **arrays):

@@ -26,9 +26,9 @@ MAX_SALT: Final = 128
 class TokenConstraint(Protocol):
     """What one answer may look like: a mask for every token. Called by the engine's thread alone; what it raises fails the request.
 
-    It may also have `check() -> Callable[[int], bool | None] | int | None`, called once a step before any mask. None: every token may come; a number: only
-    the token of this id. Else the callable is asked for single tokens, the likeliest first, and must say of each what the mask says; None: it cannot, or
-    would take longer for some more than for all, and the mask is asked for.
+    It may also have `check() -> Callable[[Sequence[int]], Sequence[bool] | None] | int | None`, called once a step before any mask. None: every token may come; a
+    number: only the token of this id. Else the callable is asked for some tokens, the likeliest first and as many as must be known at least, perhaps several
+    times, and must say of each what the mask says; None: it cannot, or would take longer for these than for all, and the mask is asked for.
     """
 
     def mask(self) -> np.ndarray | None:

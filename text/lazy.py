@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .matcher import Matcher
 
-Check = Callable[[int], bool | None] | int
+Check = Callable[[Sequence[int]], Sequence[bool] | None] | int
 
 __all__ = ["After", "Banned", "BannedTexts", "Budget", "CallGrammar", "Held", "Lazy"]
 
@@ -44,7 +44,7 @@ class Held(Protocol):
         """u32 [words], or None: everything may be said."""
 
     def check(self) -> Check | None:
-        """What says of single tokens whether they may come (None: ask `mask`), or the only one that may; None: everything may be said."""
+        """What says of each of some tokens whether it may come (None: ask `mask`), or the only one that may; None: everything may be said."""
 
     def accept(self, token_id: int) -> bool:
         """Takes a token. True: the answer is complete."""
@@ -215,7 +215,7 @@ class Banned:
         if inner is not None:
             return inner
         left = self._left()
-        return None if left is None else lambda token_id: bool(int(left[token_id >> 5]) >> (token_id & 31) & 1)
+        return None if left is None else lambda token_ids: [bool(int(left[t >> 5]) >> (t & 31) & 1) for t in token_ids]
 
     def _left(self) -> np.ndarray | None:
         mask = self._texts.whole
@@ -348,5 +348,5 @@ class _Trial:
     said: bytes = b""
 
 
-def _by_mask(_token_id: int) -> None:
+def _by_mask(_token_ids: Sequence[int]) -> None:
     """Of a constraint whose mask is made already."""

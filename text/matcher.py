@@ -1,8 +1,8 @@
 """One answer's place in a grammar: which tokens may come next, said of single ones or as a mask over the vocabulary.
 
-Mostly the model's likeliest token is one that the grammar allows. The library says so of one token in a microsecond; a mask takes it six to several
-hundred. So the engine asks for single tokens first (`Matcher.check`), and for the mask where that does not decide. Where that happens again and again and
-masks are slow, they are computed beside the step, by a thread of their own. Whether a token is forced is looked up as soon as the one before is taken:
+Mostly the model's likeliest token is one that the grammar allows. The library says so of one token in a microsecond or three; a mask takes it six to several
+hundred. So the engine asks for single tokens first (`Matcher.check`), and for the mask where that does not decide, or where more tokens would have to be asked
+for than a mask takes time. Where that happens again and again and masks are slow, they are computed beside the step, by a thread of their own. Whether a token is forced is looked up as soon as the one before is taken:
 what the library reads of this answer is in the processor's caches then, and is not after the next step of the model.
 
 Which of these is taken depends on how long the library took, and never changes which tokens may come. One thing does depend on it: only masks are held to the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,8 +83,8 @@ class Matcher:
         self._needed = True
         return self._mask()
 
-    def check(self) -> Callable[[int], bool | None] | int:
-        """The one token that must come; else what says of a token whether the mask has it, None: the mask is quicker by now, or alone knows. Valid until
+    def check(self) -> Callable[[Sequence[int]], list[bool] | None] | int:
+        """The one token that must come; else what says of each of some tokens whether the mask has it, None: the mask is quicker, or alone knows. Valid until
         `accept`; raises as `mask`."""
         if self._ready is None:
             if not (self._looked or self._coming or self._slow):
@@ -174,26 +174,32 @@ class Matcher:
             self._wait()
         return list(self._forced())
 
-    def _allows(self, token_id: int) -> bool | None:
-        if self._ready is not None:
-            return _has(self._ready, token_id)
-        if self._questions <= 0:
+    def _allows(self, token_ids: Sequence[int]) -> list[bool] | None:
+        ready, sort, answers = self._ready, self._sort, list[bool]()
+        if ready is not None:
+            return [_has(ready, token_id) for token_id in token_ids]
+        self._questions -= len(token_ids)
+        if self._questions < 0:
             return None
-        self._questions -= 1
-        sort = self._sort
-        if token_id in sort.ends:
-            return self._matcher.is_accepting() or (False if sort.ends_are_plain else None)
-        if token_id in sort.odd:
-            return sort.odd[token_id]
-        if token_id >= sort.known:
-            return False
-        started = time.perf_counter()
-        valid = self._matcher.validate_tokens([token_id]) == 1
-        if time.perf_counter() - started > SLOW_S:
-            self._slow = SLOW_FOR
-        if valid:
-            self._agreed.add(token_id)
-        return valid
+        for token_id in token_ids:
+            answer: bool | None
+            if token_id in sort.ends:
+                answer = self._matcher.is_accepting() or (False if sort.ends_are_plain else None)
+            elif token_id in sort.odd:
+                answer = sort.odd[token_id]
+            elif token_id >= sort.known:
+                answer = False
+            else:
+                started = time.perf_counter()
+                answer = self._matcher.validate_tokens([token_id]) == 1
+                if time.perf_counter() - started > SLOW_S:
+                    self._slow, self._questions = SLOW_FOR, 0
+                if answer:
+                    self._agreed.add(token_id)
+            if answer is None:
+                return None
+            answers.append(answer)
+        return answers
 
     def _mask(self) -> np.ndarray:
         if self._ready is None:

@@ -82,9 +82,9 @@ def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
         questions: list[list[int]] = [[] for _ in range(rows)]
 
         def ask(row, questions=questions, allowed=allowed):
-            def allows(token):
-                questions[row].append(token)
-                return allowed[row, token]
+            def allows(tokens):
+                questions[row] += tokens
+                return allowed[row, tokens]
 
             return allows
 
@@ -118,7 +118,7 @@ def both(logits, allowed, *, u, top_k, min_p=0.0, top_p=1.0):
     """Tokens of one row [n]: asked for singly, by the mask, and by the rule."""
     f = np.float32
     params = {"u": np.array([u]), "temperature": np.ones(1, f), "top_k": np.array([top_k], np.int32), "top_p": np.array([top_p], f), "min_p": np.array([min_p], f)}
-    held = Sampler(**params).choose(logits[None], [lambda token: bool(allowed[token])])[0]
+    held = Sampler(**params).choose(logits[None], [lambda tokens: allowed[tokens]])[0]
     return held, _kernels.sample(logits[None], mask=packed(allowed)[None], **params)[0], reference_sample(logits, u, 1.0, top_k, top_p, min_p, allowed=allowed)
 
 
@@ -183,24 +183,24 @@ def test_the_likeliest_that_may_come_is_found_behind_many_that_may_not(refused):
     order, asked = np.argsort(-logits[0]), list[int]()
     ones = np.ones(1, np.float32)
     kernel = Sampler(u=np.zeros(1), temperature=0 * ones, top_k=np.array([40], np.int32), top_p=ones, min_p=0 * ones)
-    assert kernel.choose(logits, [lambda token: (asked.append(token), token == order[refused])[1]])[0] == order[refused]
+    assert kernel.choose(logits, [lambda tokens: (asked.extend(tokens), [token == order[refused] for token in tokens])[1]])[0] == order[refused]
     assert asked == order[: refused + 1].tolist()
-    assert kernel.choose(logits, [lambda _: False])[0] == UNDECIDED
+    assert kernel.choose(logits, [lambda tokens: [False] * len(tokens)])[0] == UNDECIDED
 
 
 def test_what_no_list_decides_is_left_to_the_mask():
     logits = np.stack([np.full(40, np.nan), np.full(40, -np.inf), np.arange(40), np.arange(40), np.arange(40)]).astype(np.float32)
     ones = np.ones(5, np.float32)
     kernel = Sampler(u=np.full(5, 0.5), temperature=ones, top_k=np.array([3, 3, 3, 0, 90], np.int32), top_p=ones, min_p=0 * ones)
-    assert kernel.choose(logits, [lambda _: True] * 5).tolist() == [UNDECIDED, UNDECIDED, 39, UNDECIDED, UNDECIDED]
+    assert kernel.choose(logits, [lambda tokens: [True] * len(tokens)] * 5).tolist() == [UNDECIDED, UNDECIDED, 39, UNDECIDED, UNDECIDED]
     assert kernel.choose(logits, [lambda _: None] * 5).tolist() == [UNDECIDED] * 5
-    assert kernel.choose(logits, [lambda _: False] * 5).tolist() == [UNDECIDED] * 5
-    assert kernel.choose(logits, [None, None, *[lambda t: t < 20] * 3])[2] == 19
+    assert kernel.choose(logits, [lambda tokens: [False] * len(tokens)] * 5).tolist() == [UNDECIDED] * 5
+    assert kernel.choose(logits, [None, None, *[lambda tokens: [t < 20 for t in tokens]] * 3])[2] == 19
 
     def fails(_):
         raise SystemExit("the library is gone")
 
-    held = [None, None, fails, None, lambda _: True]
+    held = [None, None, fails, None, lambda tokens: [True] * len(tokens)]
     assert kernel.choose(logits, held)[2] == UNDECIDED
     assert isinstance(held[2], SystemExit)
     with pytest.raises(ShapeError, match="held"):
@@ -234,9 +234,9 @@ class Asked(Every):
     def check(self):
         return self.ask
 
-    def ask(self, token):
-        self.questions += 1
-        return self.allows(token)
+    def ask(self, tokens):
+        self.questions += len(tokens)
+        return [self.allows(token) for token in tokens]
 
 
 class Forcing(Every):
@@ -253,7 +253,7 @@ class Forced(Forcing):
     """Which is told without a mask."""
 
     def check(self):
-        return self.forced() if self.at % 3 == 1 else self.allows
+        return self.forced() if self.at % 3 == 1 else lambda tokens: [self.allows(token) for token in tokens]
 
 
 SETTINGS = [
@@ -316,10 +316,10 @@ def test_an_idle_engine_keeps_nothing_of_what_held_the_last_answers():
 
 def test_a_question_that_raises_fails_its_own_request():
     class Fails(Asked):
-        def ask(self, token):
+        def ask(self, tokens):
             if self.at == 2:
                 raise KeyError("lost")
-            return super().ask(token)
+            return super().ask(tokens)
 
     class Never(Every):
         def check(self):

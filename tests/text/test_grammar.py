@@ -432,7 +432,7 @@ class Slow:
     [
         (lambda m: m.complete, False),
         (lambda m: m.forced(), []),
-        (lambda m: m.check()(0), False),
+        (lambda m: m.check()([0]), [False]),
         (lambda m: m.accept(3), False),
         (lambda m: m.feed([3, 4]), True),
         (lambda m: m.mask().tolist(), [0]),
