@@ -30,7 +30,7 @@
 enum { FL_UNDECIDED = -2, FL_ASK = -3 };
 
 typedef struct {
-    uint64_t keys[FL_LISTED], weights[FL_LISTED]; /* descending; weights: relative to the first, if more than one is chosen among */
+    uint64_t keys[FL_LISTED], weights[FL_LISTED]; /* descending; weights: relative to the first, if most > 1 */
     uint64_t end_key, end_weight;                 /* of the last that was listed at first: all others are behind it */
     int64_t count, known;                         /* listed; of them, from the first on: allowed */
     int64_t most;                                 /* tokens that are chosen among: top_k; 1: the likeliest is wanted */

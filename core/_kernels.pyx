@@ -515,7 +515,9 @@ cdef class Sampler:
         return out
 
 
-cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, masks) except? -3:
+cdef int32_t _ask(
+    const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, masks
+) except? -3:
     """The id of a row, by what its callable says of the tokens of its list, or by its mask."""
     cdef int32_t found = fl_held_next(asked)
     cdef int64_t i, count
@@ -525,7 +527,9 @@ cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *
             count = fl_held_questions(asked)
             answers = allows([fl_held_asked(asked, i) for i in range(count)]) if count > 0 else None
             if answers is None:
-                return FL_UNDECIDED if masks is None else _under_mask(logits, n, sampler, asked, held, row, masks(row))
+                if masks is None:
+                    return FL_UNDECIDED
+                return _under_mask(logits, n, sampler, asked, held, row, masks(row))
             for i in range(count):
                 fl_held_answer(asked, 1 if answers[i] else 0)
             if asked.likeliest and asked.count == 0:
@@ -537,7 +541,9 @@ cdef int32_t _ask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *
     return found
 
 
-cdef int32_t _under_mask(const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, mask) except? -3:
+cdef int32_t _under_mask(
+    const float *logits, int64_t n, fl_sampler *sampler, fl_held *asked, list held, Py_ssize_t row, mask
+) except? -3:
     """The id of a row by the bits of its list in a mask; None: every token may come."""
     cdef const uint32_t *bits = NULL
     if mask is not None:

@@ -28,6 +28,7 @@
 #include "_select_512.h"
 
 #define FL_CHUNK 128
+#define FL_GROUP 16     /* of a chunk, that are looked at together */
 #define FL_BUCKETS 1024 /* of width 1/32 in t; the last one holds everything below: weights of zero */
 #define FL_HEAD 256     /* buckets that are counted singly at first: t above -8 */
 #define FL_FEW 32
@@ -170,6 +171,26 @@ static uint64_t fl_select(uint64_t *keys, uint64_t *weights, int64_t n, uint64_t
     }
 }
 
+/* Keys of the tokens from `first` to before `end` whose order is not below bound; returns how many. Most groups have none, which is found in vectors. */
+FL_CLONES static int64_t fl_collect(const float *row, int64_t first, int64_t end, int32_t bound, uint64_t *keys) {
+    int64_t found = 0;
+    for (; first < end; first += FL_GROUP) {
+        const int64_t count = end - first < FL_GROUP ? end - first : FL_GROUP;
+        const float *x = row + first;
+        int32_t high = count < FL_GROUP ? bound : INT32_MIN;
+        for (int i = 0; i < FL_GROUP && count == FL_GROUP; i++) {
+            const int32_t order = fl_order(x[i]);
+            high = order > high ? order : high;
+        }
+        for (int64_t i = 0; i < count && high >= bound; i++) {
+            const int32_t order = fl_order(x[i]);
+            keys[found] = fl_key(order, first + i); /* overwritten if it is below: nobody could foresee a branch */
+            found += order >= bound;
+        }
+    }
+    return found;
+}
+
 /* Keys of the k largest logits of a row of n, of those whose order is not below `least`, in no order; returns how many (k, or all if
  * they are less). keys: room for n. */
 static int64_t fl_largest(const float *row, int64_t n, int64_t k, const int32_t *maxima, int32_t least, uint64_t *keys) {
@@ -182,12 +203,8 @@ static int64_t fl_largest(const float *row, int64_t n, int64_t k, const int32_t 
     }
     int64_t found = 0;
     for (int64_t c = 0; c < chunks; c++) {
-        if (maxima[c] < bound) continue;
         const int64_t end = (c + 1) * FL_CHUNK < n ? (c + 1) * FL_CHUNK : n;
-        for (int64_t i = c * FL_CHUNK; i < end; i++) {
-            const int32_t order = fl_order(row[i]);
-            if (order >= bound) keys[found++] = fl_key(order, i);
-        }
+        if (maxima[c] >= bound) found += fl_collect(row, c * FL_CHUNK, end, bound, keys + found);
     }
     if (found <= k) return found;
     const uint64_t cut = fl_select(keys, NULL, found, (uint64_t)k - 1);

@@ -101,6 +101,51 @@ def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
     assert np.mean(ranks) < 14, "and few questions do"
 
 
+@pytest.mark.parametrize("n", [7, 40, 300, 4096])
+def test_a_mask_decides_by_its_bits_of_the_likeliest_tokens_what_it_decides_by_the_whole_row(n):
+    rng, rows = np.random.default_rng(n + 1), 64
+    listed = decided = 0
+    for _ in range(40):
+        logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
+        if rng.random() < 0.5:
+            params |= drawn_adjustments(rng, n, rows)
+        allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
+        allowed[np.arange(rows), rng.integers(0, n, rows)] = True
+        masks = [None if row.all() else packed(row) for row in allowed]
+        batches, asked = rng.integers(0, 3, rows).tolist(), list[int]()
+
+        def ask(row, batches=batches, allowed=allowed):
+            def allows(tokens):
+                batches[row] -= 1
+                return allowed[row, tokens] if batches[row] >= 0 else None
+
+            return allows
+
+        held = [ask(row) for row in range(rows)]
+        got = Sampler(**params).choose(logits, held, lambda row, asked=asked, masks=masks: (asked.append(row), masks[row])[1])
+        want = _kernels.sample(logits, mask=np.stack([packed(row) for row in allowed]), **params)
+        assert len(set(asked)) == len(asked), "a mask is asked for twice"
+        for row in range(rows):
+            assert got[row] in (UNDECIDED, want[row]), (n, row, {name: value[row] for name, value in params.items() if len(value) == rows})
+            if row in asked:
+                assert held[row][0] is masks[row]
+                listed, decided = listed + 1, decided + (got[row] != UNDECIDED)
+    assert listed > 200
+    assert decided > 0.7 * listed, "mostly the row is not read again"
+
+
+def test_what_is_no_mask_is_told_and_nobody_elses_matter():
+    logits, ones = np.arange(120, dtype=np.float32).reshape(3, 40), np.ones(3, np.float32)
+    kernel = Sampler(u=np.zeros(3), temperature=ones, top_k=np.full(3, 5, np.int32), top_p=ones, min_p=0 * ones)
+    wrong = {0: np.zeros(3, np.uint32), 1: np.zeros(2, np.int32), 2: packed(np.arange(40) == 30)}
+    held = [lambda _: None] * 3
+    assert kernel.choose(logits, held, wrong.__getitem__).tolist()[:2] == [UNDECIDED, UNDECIDED]
+    assert [type(answer) for answer in held] == [ShapeError, ShapeError, tuple]
+    held = [lambda _: None] * 3
+    assert kernel.choose(logits, held, lambda row: packed(np.arange(40) == 38 + row % 2)).tolist() == [38, 39, 38]
+    assert kernel.choose(logits, [lambda _: None] * 3, {}.__getitem__).tolist() == [UNDECIDED] * 3
+
+
 def descending(first, count):
     """Floats below 0, neighbours, from -first on: logits f32 [count], and their weights where the largest logit is 0, i64 [count]."""
     z = -(np.float32(first).view(np.int32) + np.arange(count, dtype=np.int32)).view(np.float32)
