@@ -5,6 +5,9 @@
 For each batch size every round runs the batch free, and once for each grammar with every row of it held, in an order that changes. The time of a step is
 that between two tokens; it computes the same in every round, so of each step the quickest round counts, which other programs have disturbed least. Told
 are the mean of all steps, what it is more than without a grammar, and that of each third of the rounds (of each round, where there are fewer than three).
+
+Nothing of the free answers ends or bans a token, so their rows are sampled as those of any free request. With --temperature each side draws from what may come
+there, by the same numbers and the default settings (top_k 40, top_p 0.95): its tokens are others, what the model computes for them is not.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def grammars(llm: LLM) -> dict[str, Callable[[], Any] | None]:
 def steps_s(llm: LLM, made: Callable[[], Any] | None, batch: int, asked: argparse.Namespace) -> list[float] | None:
     """Seconds of each step of `batch` answers that start side by side. None: one of them ended early."""
     ends, times = sorted(llm.tokenizer.end_ids), list[float]()
-    params = SamplingParams(max_tokens=asked.tokens, temperature=asked.temperature, seed=1, ignore_eos=True, min_tokens=asked.tokens if made is None else 0)
+    params = SamplingParams(max_tokens=asked.tokens, temperature=asked.temperature, seed=1, ignore_eos=True)
     prompts = [llm.tokenizer.encode(f"{10 + number}. {LIST}", add_special=False, parse_special=False) for number in range(batch)]
     handles = list[Any]()
 
