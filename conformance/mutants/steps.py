@@ -199,6 +199,24 @@ def _unwindowed(when: Callable[[list[Any], Mapping[str, Any]], bool]) -> Breaker
     return pre(lambda b, inputs, attrs: attrs.update(window=0) if when(inputs, attrs) else None)
 
 
+def _other_order(backend: MutantBase, honest: Op) -> Op:
+    """From 64 rows on, sums go in another order."""
+
+    def call(x: Tensor, w: Tensor, *bias: Any, out: Tensor, **more: Any) -> None:
+        honest(x, w, *bias, out=out, **more)
+        if out.shape[0] >= 64:
+            k = np.arange(x.shape[-1]) % 3 == 0
+            parts = [_part(backend.array(x), backend.array(w), part) for part in (k, ~k)]
+            backend.array(out)[...] = parts[0] + parts[1]
+
+    return call
+
+
+def _part(x: Array, w: Array, part: Array) -> Array:
+    """Products of some of the columns: x [T, K] and w [N, K], or x [T, H, K] and w [H, N, K]."""
+    return np.einsum("tk,nk->tn" if x.ndim == 2 else "thk,hnk->thn", x[..., part], w[..., part]).astype(F32)
+
+
 def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
     same = "the last row is the one before it in a step of {} rows"
     for count in (4, 6, 16, 32, 128):
@@ -212,6 +230,8 @@ def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
         yield op, "last_column_of_tiles", "counts", "the last output is zero where rows, outputs and products are more than 64 each", f"{op}/f32*f32/row/*tiles#bound", "bound", _tiles(_coarse, last=True)
     for op in ("rms_norm", "layer_norm", "softmax", "act_mul"):
         yield op, "wide_rows_beyond_64", "counts", "of wide rows, elements from the 1,025th on are zero from the 65th row on", f"{op}/f32/row/*/tiles#bound", "bound", post(lambda out, a, t: out.__setitem__((slice(64, None), slice(1024, None)), 0))
+    for op in ("linear", "matmul"):
+        yield op, "split_from_64_rows", "order", "from 64 rows on, sums go in another order", f"{op}/-/-/{op}{'*f32' if op == 'linear' else ''}/tiles#d2", "d2", _other_order
     a = "attention/f32/row/*/"
     for size, name in ((3, "smollm2"), (7, "qwen2_7b"), (6, "group6")):
         yield "attention", f"groups_of_{size}", "heads", f"of {size} query heads of a kv head the last is the one before it", f"{a}{name}#bound", "bound", _group(size)

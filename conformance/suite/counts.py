@@ -21,7 +21,7 @@ from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .attention import Setup, paged
-from .common import bind, expect
+from .common import bind, expect, same_bits
 from .experts import moe_data
 from .linear import FORMATS, block_of, kept_as_it_is, minimum_of, weight_of
 
@@ -73,6 +73,35 @@ def _linear(case_id: str, session: Session, numbers: Numbers, format: str, rows:
         case_id, session, counts, lambda n: session.bench.run("linear", [In(x[:n], "f32", "T"), weight, In(bias)], [((n, out), "f32")]),
         lambda numerics: bounds.linear(x, weight.decode(), bias, numerics, minimum_of(weight)),
     )  # fmt: skip
+
+
+def _same_alone(name: str, run: Callable[[slice], Ran], rows: int) -> Outcome:
+    """Rows alone, in pairs and in parts of a tile: the bits of the whole prompt."""
+    whole = run(slice(0, rows))
+    if "rows" in whole.yes.varies:
+        raise Failure("d2", f"'{name}' declares varies=('rows',): batch mates change results, D2 is not claimed")
+    for part in (slice(0, 1), slice(63, 65), slice(64, 128), slice(100, rows), slice(rows - 1, rows)):
+        if not same_bits(run(part).outs[0], whole.outs[0][part]):
+            raise Failure("d2", f"rows {part.start}…{part.stop - 1} of '{name}' have other bits alone than in a prompt of {rows}")
+    return Outcome(impl=whole.yes.impl, native=whole.native)
+
+
+def _linear_alone(case_id: str, session: Session, numbers: Numbers, format: str) -> Outcome:
+    x, weight = numbers.normal(200, block_of(format, 300)), weight_of(numbers, format, (130, block_of(format, 300)))
+    kept_as_it_is(session, "linear", [In(x, "f32", "T"), weight, None], 1)
+    return _same_alone("linear", lambda part: session.bench.run("linear", [In(x[part], "f32", "T"), weight, None], [((len(x[part]), 130), "f32")]), 200)
+
+
+def _matmul_alone(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    a, b = numbers.normal(200, 2, 200), weight_of(numbers, "f32", (2, 130, 200))
+    return _same_alone("matmul", lambda part: session.bench.run("matmul", [In(a[part], "f32", "T"), b], [((len(a[part]), 2, 130), "f32")]), 200)
+
+
+def _attention_alone(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    setup = Setup((300,), (200,), 4, 2, 64, 64, 64)
+    with paged(session, setup, numbers) as kit:
+        query, where = numbers.normal(200, 4, 64), setup.positions(0)
+        return _same_alone("attention", lambda part: kit.attend([query[part]], [where[part]]), 200)
 
 
 def _matmul(numbers: Numbers, rows: int, heads: int, out: int, k: int) -> _Op:
@@ -163,6 +192,8 @@ def cases() -> Iterator[Case]:
         group = "counts.plain" if format in ("f32", "f16", "bf16") else "counts.blocks"
         case_id = f"linear/f32*{format}/row/m1_{most}-n40-k{k}/counts#bound"
         yield Case(case_id, "linear", group, bind(_linear, case_id, format, most, 40, k, "normal", COUNTS), required=format == "f32", quick=format in ("f32", "q8_0"))
+        case_id = f"linear/-/-/linear*{format}/tiles#d2"
+        yield Case(case_id, "linear", "determinism", bind(_linear_alone, case_id, format), "silver", format == "f32", format in ("f32", "q8_0"))
         for kind in ("sparse", "normal"):
             case_id = f"linear/f32*{format}/row/m130-n200-k{deep}/{kind}.tiles#bound"
             yield Case(case_id, "linear", group, bind(_linear, case_id, format, 130, 200, deep, kind, (130,)), required=format == "f32", quick=format in ("f32", "q8_0") and kind == "sparse")
@@ -177,6 +208,9 @@ def cases() -> Iterator[Case]:
         types = {"moe": "f32*f32", "matmul": "f32*f32", "embed": "i32*f32"}.get(op, "f32")
         case_id = f"{op}/{types}/row/{size}#{'exact' if op in ('add', 'mul', 'embed') else 'bound'}"
         yield Case(case_id, op, "counts.rows", bind(_rows, case_id, make, counts), required=op in CORE_OPS, quick=op in ("rms_norm", "rope"))
+    for op, alone in (("matmul", _matmul_alone), ("attention", _attention_alone)):
+        case_id = f"{op}/-/-/{op}/tiles#d2"
+        yield Case(case_id, op, "determinism", bind(alone, case_id), "silver", True)
     for name, size, check in (("counts", f"l300-q1_{most}-h4_2-d64", _attention), ("sequences", f"s1_{max(SEQUENCES)}-h4_2-d32", _sequences)):
         case_id = f"attention/f32/row/{size}/{name}#bound"
         yield Case(case_id, "attention", "counts.rows", bind(check, case_id), required=True, quick=name == "sequences")
