@@ -168,6 +168,11 @@ def _long_prompt(backend: MutantBase, inputs: list[Any], attrs: Mapping[str, Any
         _coarse(backend, inputs)
 
 
+def _long_coarse(backend: MutantBase, inputs: list[Any], attrs: Mapping[str, Any]) -> None:
+    if inputs[0].shape[0] > 128:
+        _coarse(backend, inputs)
+
+
 def _mixed(backend: MutantBase, honest: Op) -> Op:
     """Single rows beside a prompt are not written."""
 
@@ -267,6 +272,7 @@ def mutants() -> Iterator[Mutant]:
     plain: Callable[[Mapping[str, str]], Backend] = lambda options: MutantBase(None, options)  # noqa: E731
     for op, name, family, what, cases, rule, breaker in _table():
         yield Mutant(f"{op}.{name}", family, what, cases, rule, make(op, breaker), plain)
+    yield Mutant("model.f16_activations_of_long_prompts", "model", "activations of linear layers are rounded to f16 in steps of more than 128 rows", "model/llama-f32/*/prompt#model", "d2", make("linear", pre(_long_coarse)), plain)
     packed: Callable[[Mapping[str, str]], Backend] = lambda options: PackedBase(None, options)  # noqa: E731
     for format in ("q4_0", "q8_0"):
         for count in (4, 32):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
+
+from fastllm.api import StepLimits
 
 from .. import evaluate
 from ..bounds import Numerics
 from ..case import Case, Failure, Outcome
-from ..loaded import batch_of, loaded
+from ..loaded import BLOCK, Loaded, batch_of, loaded
 from ..numbers import Numbers
 from ..session import Session
-from ..tiny import MODELS, VOCABULARY
+from ..tiny import MODELS, VOCABULARY, save
 from .common import bind, same_bits
 
 __all__ = ["cases"]
@@ -64,6 +68,25 @@ def _chunked(case_id: str, session: Session, numbers: Numbers, name: str) -> Out
         if not same_bits(both, whole):
             raise Failure("d2", f"{name}: the logits have other bits with another sequence in the batch")
     return Outcome()
+
+
+def _long(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
+    """A prompt of 200 tokens in one step, as an engine reads it, and in two: within the tolerance, and the same bits. Programs are compiled for such steps, too."""
+    ids = numbers.integers(200, 3, VOCABULARY).astype(np.int32)
+    with tempfile.TemporaryDirectory(prefix="fastllm-conformance-") as folder:
+        kit = Loaded(session.backend, save(name, Path(folder) / "model"), limits=StepLimits(256, 1, 256, 256, BLOCK, 16, 2))
+        try:
+            found, parts = (kit.logits(ids, pieces, table=list(range(16))) for pieces in ([200], [130, 70]))
+            y, tolerance = evaluate.ensemble(kit.plan.graph, kit.weights(), ids, kit.numerics, runs=2)
+        finally:
+            kit.close()
+    if not same_bits(found, parts):
+        raise Failure("d2", f"{name}: the logits of 200 tokens have other bits in one step than in two")
+    margins = np.abs(found.astype(np.float64) - y).max(1) / tolerance[:, 0]
+    row = int(np.where(np.isnan(margins), np.inf, margins).argmax())
+    if not margins[row] <= 1:
+        raise Failure("model", f"{name}: the logits after token {row} of a prompt of 200 are {margins[row]:.2f} times the tolerance away ({tolerance[row, 0]:.3g})", margin=float(margins[row]), index=(row,))
+    return Outcome(float(margins[row]), index=(row,))
 
 
 def _snapshot(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
@@ -119,6 +142,9 @@ def cases() -> Iterator[Case]:
         if name not in EXTENDED:
             case_id = f"model/{name}/-/decode/fallbacks#model"
             yield Case(case_id, "model", "models", bind(_stays, case_id, name), "silver", True, quick)
+    for name in ("llama-f32", "llama-q4_0", "gemma3-f32"):
+        case_id = f"model/{name}/-/t200/prompt#model"
+        yield Case(case_id, "model", "models", bind(_long, case_id, name), "silver", True, name == "llama-f32", limit_s=90.0)
     for name in RECURRENT:
         case_id = f"model/{name}/-/t{TOKENS}/snapshot#d2"
         yield Case(case_id, "model", "models", bind(_snapshot, case_id, name), "silver", True, quick=True, limit_s=60.0)
