@@ -6,6 +6,8 @@ pyopencl is imported when a device is looked for, never before. Built kernels ar
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import time
@@ -27,7 +29,7 @@ DRIVERS = "install an OpenCL driver (ICD) of the device's vendor; for the CPU: a
 MEMORY_ERRORS = ("MEM_OBJECT_ALLOCATION_FAILURE", "OUT_OF_HOST_MEMORY", "INVALID_BUFFER_SIZE", "OUT_OF_RESOURCES")
 LOST_ERRORS = ("DEVICE_NOT_AVAILABLE", "INVALID_COMMAND_QUEUE", "INVALID_CONTEXT", "INVALID_DEVICE")
 LOG_LINES = 12
-TELL_S = 0.5  # of compiling, after which a line says what takes so long; kernels that are kept are there at once
+TELL_S = 0.5  # of compiling what no run before has built, after which a line says what takes so long
 LOG = logging.getLogger("fastllm.opencl")  # without a handler, Python writes the line to stderr
 
 
@@ -190,12 +192,25 @@ class ClRuntime:
                         why=log[:600] or str(error)[:600], fix=f"update the driver ({self.caps.driver})",
                         source=key.source, options=options,
                     ) from None  # fmt: skip
-            self._built_s += time.perf_counter() - start
-            if self._built_s > TELL_S and not self._told:
-                self._told = True
-                LOG.warning("fastllm: %s compiles its kernels; the next start finds them compiled", self._who)
+            if self._is_new(key.source, options):
+                self._built_s += time.perf_counter() - start
+                if self._built_s > TELL_S and not self._told:
+                    self._told = True
+                    LOG.warning("fastllm: %s compiles its kernels; the next start finds them compiled", self._who)
             self._programs[known] = program
         return self._programs[known]
+
+    def _is_new(self, source: str, options: Sequence[str]) -> bool:
+        """Whether no run before this one has built that. What is kept loads slowly on a loaded machine, too, and is not compiled then."""
+        folder = _cache_dir()
+        if folder is None:
+            return True
+        text = "\0".join((kernel_source(source), *options, self.caps.name, self.caps.driver))
+        mark = os.path.join(folder, f"built-{hashlib.sha256(text.encode()).hexdigest()[:32]}")
+        with contextlib.suppress(OSError):
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return True
+        return not os.path.exists(mark)
 
     def set_arg(self, bound: Any, index: int, value: np.generic) -> None:
         """Changes one argument."""
