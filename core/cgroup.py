@@ -68,11 +68,12 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _file_pages(folder: Path) -> int:
-    """Bytes of files that a control group holds in memory and that nobody has mapped. Of v1 the sums with groups below are what the usage counts."""
+    """Bytes of files that a control group holds in memory, that nobody has mapped, and that are on the disk as they are. Of v1 the sums with groups below are what the usage counts."""
     counts = {name: int(count) for name, _, count in (line.partition(" ") for line in _read(folder / "memory.stat").splitlines()) if count.isdigit()}
     v1 = "total_inactive_file" in counts
-    inactive, active, mapped = ("total_inactive_file", "total_active_file", "total_mapped_file") if v1 else ("inactive_file", "active_file", "file_mapped")
-    return max(0, counts.get(inactive, 0) + counts.get(active, 0) - counts.get(mapped, 0))
+    names = "total_inactive_file total_active_file total_mapped_file total_dirty total_writeback" if v1 else "inactive_file active_file file_mapped file_dirty file_writeback"
+    inactive, active, *kept = (counts.get(name, 0) for name in names.split())
+    return max(0, inactive + active - sum(kept))
 
 
 def address_space(root: Path = Path("/")) -> int | None:

@@ -43,7 +43,7 @@ class LoadOptions:
     same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
     all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
     values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; embedding: for vectors of
-    texts and not for answers; max_queue: requests that may wait; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
+    texts and not for answers; max_queue: requests that may wait; helpers: processes that will run beside this one, as a server's, for which memory is left free, too; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
     compute_dtype: f32 = activations of linear layers are not rounded, None = what the backend takes by itself; dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
     int8 (32, 64, 128 or 256); no_quant_layer: regular expression, weights whose name matches keep their type; dtype_config: file with
     rules for single weights, as of `fastllm convert`; moe_dtype: the type of routed experts; allow_requantize: quantise weights again that are quantised already;
@@ -68,6 +68,7 @@ class LoadOptions:
     kv_cache_bytes: int | None = None
     embedding: bool = False
     max_queue: int = 256
+    helpers: int = 0
     schedule: str = "fcfs"
     kv_dtype: str | None = None
     fallback: str | None = None

@@ -52,7 +52,9 @@ __all__ = ["DEFAULT_MODEL", "LoadOptions", "LoadedModel", "ModelPlan", "close_al
 DEFAULT_MODEL = "smollm2"
 MEMORY_SHARE = 0.8  # of what is available may be planned
 RESERVE_BYTES = 64 << 20  # left for what Python, threads and requests take after planning (SmolLM2 with eight full streams: under 30 MB)
-RESERVE_ENTRY_BYTES = 512  # and for each entry of the vocabulary, for the tokenizer's tables (SmolLM2, whose library keeps most: 430)
+RESERVE_ENTRY_BYTES = 768  # and for each entry of the vocabulary, for tables (of SmolLM2's tokenizer 430; of grammars, with the first one, 650)
+HELPER_BYTES = 64 << 20  # for each process that a server has beside it (one that reads requests of SmolLM2: 60 MB)
+HELPER_ENTRY_BYTES = 256  # and for each entry of the vocabulary (one that reads grammars: 78 MB for SmolLM2, 123 for Gemma 3)
 ADDRESS_BYTES = 128 << 20  # of address space under a limit, for the tokenizer, stacks and heaps of threads
 SNAPSHOT_BYTES = 256 << 20  # for snapshots of recurrent state; few large ones are kept also where they take more
 SNAPSHOTS = (4, 64)  # the fewest and the most that are kept
@@ -284,7 +286,7 @@ def _fit(
     fixed = sum(sum(sizes) for (_, arena), sizes in trial.arenas.items() if arena != "kv")
     available = available_memory()
     mapped = trial.total_bytes("mapped")
-    room = _room(available, address_space(), mapped, reserve_bytes(definition.vocab_size))
+    room = _room(available, address_space(), mapped, reserve_bytes(definition.vocab_size, options.helpers))
     if room is not None:
         fixed -= room.taken
     weights = trial.total_bytes("weights") + mapped - (room.taken if room is not None else 0)
@@ -341,9 +343,9 @@ class _Room:
     taken: int = 0
 
 
-def reserve_bytes(vocab_size: int) -> int:
-    """Memory that is left free for what no plan has: this process's objects, and the tables of a tokenizer with so many entries."""
-    return RESERVE_BYTES + RESERVE_ENTRY_BYTES * vocab_size
+def reserve_bytes(vocab_size: int, helpers: int = 0) -> int:
+    """Memory that is left free for what no plan has: objects and tables, for a vocabulary of so many entries, of this process and of its helpers."""
+    return RESERVE_BYTES + RESERVE_ENTRY_BYTES * vocab_size + helpers * (HELPER_BYTES + HELPER_ENTRY_BYTES * vocab_size)
 
 
 def _room(available: int | None, addresses: int | None, mapped: int, reserve: int) -> _Room | None:

@@ -116,6 +116,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 _HAS_TEXT: Final = re.compile(rb'"text"\s*:\s*"(?!")')  # a client that parses all it gets takes a good part of what a small model leaves of a machine
+_LENGTH: Final = re.compile(rb"(?im)^content-length:\s*(\d{1,9})\s*$")
 _HAS_MORE: Final = re.compile(rb'"(?:error|usage)"\s*:\s*\{')
 
 
@@ -147,6 +148,7 @@ class _Reading(asyncio.BufferedProtocol):
         self._request, self._start, self._last = request, start, start
         self._room = memoryview(bytearray(1 << 16))
         self._rest, self._done = b"", False
+        self._refused_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends the request."""
@@ -163,17 +165,19 @@ class _Reading(asyncio.BufferedProtocol):
         try:
             if not self.status:
                 head, end, data = data.partition(b"\r\n\r\n")
+                status = _status(head) if end or b"\n" in head or len(head) > MAX_HEAD_BYTES else 0
                 if not end and len(head) < MAX_HEAD_BYTES:
                     self._rest = head
                     return
-                self.status, data = _status(head), b"\n" + data
+                self.status, data = status, b"\n" + data
+                self._refused_bytes = int(length[1]) if (length := _LENGTH.search(head)) else MAX_REFUSAL_BYTES
             if self.status == 200:
                 self._take(data)
             else:
                 self._rest = data
-                if len(data) > MAX_REFUSAL_BYTES:
+                if len(data) > min(self._refused_bytes, MAX_REFUSAL_BYTES) or _object(data):  # all of it; the server need not close
                     self._transport.close()
-        except (ValueError, ConnectionError) as error:
+        except (ValueError, ConnectionError, KeyError, TypeError, AttributeError) as error:  # what answers is no server of this interface
             self._fail(error)
         if self._done or self.sample.error:
             self._transport.close()

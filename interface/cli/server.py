@@ -116,7 +116,7 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
     try:
         with Reporter.of(values) as reporter:
-            extra = {"max_queue": values["max_queue"], "schedule": values["schedule"], "embedding": values["embedding"] is not None}
+            extra = {"max_queue": values["max_queue"], "schedule": values["schedule"], "embedding": values["embedding"] is not None, "helpers": settings.preparers + 1}
             options = load_options(values, progress=reporter.progress, message=reporter.message, licence=reporter.licence, **extra)
             path = os.fspath(resolved(name, options))  # a download happens here, where a signal can end it, and not in the thread that loads
             addresses = [shown_address(made, tls is not None) for made in sockets]

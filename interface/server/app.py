@@ -86,7 +86,6 @@ async def read_body(request: Request, limit: int, pause_s: float) -> bytes:
     visit: Visit = request.scope["visit"]
     kinds = [value.partition(";")[0].strip().lower() for value in request.headers.getlist("content-type")]
     codings = {value.strip().lower() for value in request.headers.getlist("content-encoding")}
-    visit.close = True  # until the body has been read: what is left of it must not be taken for the next request
     if kinds != ["application/json"] or not codings <= {"identity"}:
         raise UnsupportedMedia("the body must be application/json, not compressed", fix="send the header Content-Type: application/json")
     too_large = BodyTooLarge(f"the body is larger than {limit} bytes", fix="send less, or start the server with a larger --max-body")

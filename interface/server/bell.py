@@ -30,20 +30,23 @@ class Bell:
         self._write: Callable[[int, bytes, int], int] | None = None
 
     def open(self) -> None:
-        """On the loop: listens to a pipe from here on."""
-        ends = os.pipe()
+        """On the loop: listens to a pipe from here on, if there is one to be had."""
+        if self._ends is not None:
+            return
+        ends: tuple[int, ...] = ()
         try:
+            ends = reading, writing = os.pipe()
             write = ctypes.PyDLL(None).write  # functions of a PyDLL keep the lock
             write.argtypes, write.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_ssize_t
             for end in ends:
                 os.set_blocking(end, False)
-            self._loop.add_reader(ends[0], self._heard)
+            self._loop.add_reader(reading, self._heard)
         except (NotImplementedError, AttributeError, OSError, TypeError):
             for end in ends:
                 os.close(end)
             return
         with self._lock:
-            self._ends, self._write = ends, write
+            self._ends, self._write = (reading, writing), write
 
     def ring(self) -> None:
         """Has `answer` called soon. A loop that is closed has nobody who waits."""
@@ -61,10 +64,11 @@ class Bell:
             self._answer()
 
     def close(self) -> None:
-        """Listens no more; rings as if it had never been opened."""
+        """Listens no more; answers what was rung and not heard, and rings as if it had never been opened."""
         with self._lock:
             ends, self._ends = self._ends, None
         if ends is not None:
             self._loop.remove_reader(ends[0])
             for end in ends:
                 os.close(end)
+            self._answer()

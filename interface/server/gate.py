@@ -92,6 +92,10 @@ def _values(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
+def _announces_body(scope: Scope) -> bool:
+    return _values(scope, b"content-length") not in ([], ["0"]) or bool(_values(scope, b"transfer-encoding"))
+
+
 class Gate:
     """ASGI: checks, then runs the route's endpoint itself: the way through FastAPI's application, which only describes the routes, has twenty frames more,
     and each thing that is waited for goes through all of them.
@@ -153,14 +157,14 @@ class Gate:
                 held = count
 
         try:
+            visit.close = _announces_body(scope)  # until a route has read it: what is left of it must not be taken for the next request
             key = self._check(scope, path, ends)
             if scope["method"] == "OPTIONS":
                 await self._preflight(scope, send_marked, allowed_origin)
                 return
             if key is not None and scope["method"] == "POST":
-                visit.close = True  # a body that is refused unread must not be taken for the next request
                 self._limits.enter(key)
-                visit.close, entered, held, visit.charge = False, key, 1, charge
+                entered, held, visit.charge = key, 1, charge
             response = await ends[scope["method"]](Request(scope, receive))
             await response(scope, receive, send_marked)
         except FastLLMError as error:
@@ -229,8 +233,11 @@ class Gate:
         said = f"the headers are larger than {MAX_HEADER} bytes" if size > MAX_HEADER else ""
         if scope.get("http_version", "1.1") not in ("1.0", "1.1"):
             said = "this server speaks HTTP/1.0 and HTTP/1.1"
-        if _values(scope, b"content-length") and _values(scope, b"transfer-encoding"):  # a proxy might end the body elsewhere (RFC 9112, 6.3)
-            said = "a body has a length or comes in chunks, and not both"
+        if _values(scope, b"transfer-encoding"):  # a proxy might end the body elsewhere (RFC 9112, 6.1 and 6.3)
+            if _values(scope, b"content-length"):
+                said = "a body has a length or comes in chunks, and not both"
+            elif scope.get("http_version") == "1.0":
+                said = "HTTP/1.0 has no bodies in chunks"
         if said:
             scope["visit"].close = True
             raise InvalidRequest(said)

@@ -89,8 +89,9 @@ def _responses(path: str, extra: dict[str, Any], settings: ServerSettings) -> di
     if path == "/v1/models/{model_id}" or (body and settings.strict_model):
         statuses.add("404")
     found = {status: _error(path, _STATUSES[status]) for status in sorted(statuses)}
-    if path == "/v1/responses/{response_id}":
-        return found | {"404": _error(path, "Nothing is stored.")}
+    stored = path == "/v1/responses/{response_id}"
+    if stored:
+        found["404"] = _error(path, "Nothing is stored.")
     if path in _DEV:
         found["404"] = _error(path, "No request of this id runs." if settings.dev else "The server runs without --dev.")
     off = (path == "/metrics" and not settings.metrics) or (path in PAGE and not settings.web)
@@ -104,7 +105,7 @@ def _responses(path: str, extra: dict[str, Any], settings: ServerSettings) -> di
         found[status]["headers"] = _WAIT
     embeds = path in _EMBEDS
     answers = embeds == (settings.embedding is not None) if embeds or extra.get("stream") else path not in _DEV or settings.dev
-    if answers and not off:
+    if answers and not off and not stored:
         found["200"] = _answer(path, extra)
     return dict(sorted(found.items()))
 
@@ -156,7 +157,8 @@ def _requests(settings: ServerSettings) -> dict[str, Any]:
             properties["modalities"] = {"enum": [None, ["text"]], "description": "Text only."}
         for name in ("n", "best_of"):
             if name in properties:
-                properties[name]["anyOf"][0]["maximum"] = settings.max_n
+                number = next(form for form in properties[name]["anyOf"] if form["type"] == "integer")
+                number["maximum"] = min(settings.max_n, number.get("maximum", settings.max_n))
     return found
 
 

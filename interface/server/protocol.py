@@ -72,7 +72,8 @@ class Protocol(H11Protocol):
         self._under = transport
         self.lingering, self._thrown = False, 0
         self._unsent: asyncio.TimerHandle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of headers
+        self._limit: asyncio.TimerHandle | None = None  # of lingering
         self._arm()
 
     def data_received(self, data: bytes) -> None:
@@ -90,7 +91,10 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
+        self.lingering = True  # or what is closed now would wait for more of it
         self._disarm()
+        if self._limit is not None:
+            self._limit.cancel()
         self._watched()
         super().connection_lost(exc)
 
@@ -120,11 +124,16 @@ class Protocol(H11Protocol):
             return False
         self.lingering = True
         self._disarm()
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._under.abort)
+        self._limit = asyncio.get_running_loop().call_later(LINGER_S, self._lingered)
         if self._under.can_write_eof():
             self._under.write_eof()
         self.flow.resume_reading()
         return True
+
+    def _lingered(self) -> None:
+        """It had its time to stop; what it has not read of the answer yet may still go out."""
+        self._under.close()
+        self.watch_unsent()
 
     def pause_writing(self) -> None:
         """The client takes less than it gets; nothing more is written until it has taken most."""
@@ -180,7 +189,7 @@ def _unacknowledged(connection: socket.socket) -> int:
     """Bytes that the kernel has, and the other side has not."""
     try:
         return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-    except OSError:  # it has been closed
+    except (OSError, ValueError):  # it has been closed
         return 0
 
 

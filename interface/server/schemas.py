@@ -38,9 +38,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=128, pattern=r"^[!-~]*$")]
 RESPONSE_FORMAT: Final[dict[str, Any]] = {
     "required": ["type"],
+    "if": {"properties": {"type": {"const": "json_schema"}}},
+    "then": {"properties": {"json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": ["object", "boolean"]}}}}},
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
-        "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"type": ["object", "boolean"]}}},
+        "json_schema": {"description": "Of json_schema."},
         "schema": {"type": ["object", "boolean", "null"], "description": "Of json_object, as llama.cpp takes it."},
     },
 }

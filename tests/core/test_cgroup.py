@@ -7,8 +7,8 @@ import pytest
 from fastllm.core.cgroup import available_memory
 
 MIB = 1 << 20
-V2 = ("0::/a", "sys/fs/cgroup/a", "memory.max", "memory.current", ("inactive_file", "active_file", "file_mapped"))
-V1 = ("4:memory:/a", "sys/fs/cgroup/memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file", "total_mapped_file"))
+V2 = ("0::/a", "sys/fs/cgroup/a", "memory.max", "memory.current", ("inactive_file", "active_file", "file_mapped", "file_dirty", "file_writeback"))
+V1 = ("4:memory:/a", "sys/fs/cgroup/memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file", "total_mapped_file", "total_dirty", "total_writeback"))
 
 
 @pytest.mark.parametrize("version", [V2, V1], ids=["v2", "v1"])
@@ -16,9 +16,10 @@ V1 = ("4:memory:/a", "sys/fs/cgroup/memory/a", "memory.limit_in_bytes", "memory.
     ("files", "left"),
     [
         (None, 200),  # no memory.stat: all that is used counts
-        ((120, 60, 30), 350),  # pages of files that nobody has mapped come back
-        ((10, 10, 50), 200),  # shared memory is mapped and no file's: never less than nothing
-        ((500, 0, 0), 400),  # read between two moments
+        ((120, 60, 30, 0, 0), 350),  # pages of files that nobody has mapped come back
+        ((10, 10, 50, 0, 0), 200),  # shared memory is mapped and no file's: never less than nothing
+        ((120, 60, 30, 40, 5), 305),  # what is still to be written does not go at once
+        ((500, 0, 0, 0, 0), 400),  # read between two moments
     ],
 )
 def test_pages_of_files_that_nobody_has_mapped_are_no_memory_in_use(tmp_path, version, files, left):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -415,6 +416,15 @@ def test_the_reserve_is_no_larger_than_what_is_left_for(tiny_model, monkeypatch,
         plan_model(tiny_model, LoadOptions(backend="ref", ctx=64, max_batch_size=1))
     assert "reserve 64 MiB > 80% of 70 MiB available" in caught.value.why
     assert "raise the limit of the container" in caught.value.fix
+
+
+def test_the_processes_of_a_server_have_their_part_of_the_reserve(tiny_model, monkeypatch):
+    monkeypatch.setattr(loading, "available_memory", lambda: 200 << 20)
+    asked = LoadOptions(backend="ref", ctx=64, max_batch_size=1)
+    plan_model(tiny_model, asked).close()
+    with pytest.raises(OutOfMemory, match="does not fit in memory") as caught:
+        plan_model(tiny_model, replace(asked, helpers=3))
+    assert "reserve 256 MiB > 80% of 200 MiB available" in caught.value.why
 
 
 @pytest.mark.parametrize("limit", ["addresses", "memory"])

@@ -241,7 +241,9 @@ def test_documented_budgets_are_those_of_the_code():
         f"({defaults['max_queue']} waiting)",
         f"{loading.MEMORY_SHARE:.0%}".replace("%", " %"),
         f"less {loading.RESERVE_BYTES >> 20} MiB and {loading.RESERVE_ENTRY_BYTES} bytes for each entry of the vocabulary",
+        f"{loading.HELPER_BYTES >> 20} MiB and {loading.HELPER_ENTRY_BYTES} bytes for each entry more for each",
         f"{loading.reserve_bytes(49152) >> 20} MiB for SmolLM2",
+        f"{loading.reserve_bytes(49152, 3) >> 20} MiB for SmolLM2 together",
         f"under {loading.MIN_CONTEXT} tokens",
     ]
     text = " ".join(read("docs/robustness.md").split())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 
 import pytest
 
+from fastllm.cli import bench_serve
 from fastllm.cli.bench_serve import Sample, percentile, summary
 
 
@@ -105,3 +107,58 @@ def test_percentiles_are_values_that_were_seen():
     assert percentile([], 0.5) == 0.0
     found = summary([Sample(0.1, [0.01, 0.03], 0.2, 3, 5), Sample(error="cut")], 2.0)
     assert (found["tokens_per_s"], found["errors"], found["itl_ms"]["p50"]) == (1.5, {"cut": 1}, 10.0)
+
+
+FRAME = b'data: {"choices":[{"text":"hello","index":0}]}\n\n'
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+REFUSED = b"HTTP/1.1 429 Too Many Requests\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "gaps"),
+    [
+        ([OK, FRAME + b"data: [DONE]\n\n"], "", 0),
+        ([OK[:9], OK[9:] + FRAME[:25], FRAME[25:] + b"data: [DO", b"NE]\n\n"], "", 0),
+        ([OK + FRAME, FRAME + FRAME, b"data: [DONE]\n\n"], "", 2),
+        ([OK + FRAME, None], "cut", 0),
+        ([OK[:20], None], "ConnectionError: the connection was closed without an answer", 0),
+        ([None], "ConnectionError: the connection was closed without an answer", 0),
+        ([b"SSH-2.0-OpenSSH_9.6\r\n"], "ConnectionError: what answers speaks no HTTP", 0),
+        ([REFUSED + b"\r\n", b'{"error":{"message":"too', b' many"}}'], "status 429: too many", 0),
+        ([REFUSED + b"Content-Length: 0\r\n\r\n"], "status 429", 0),
+        ([REFUSED + b"content-length: 4\r\n\r\n", b"wait"], "status 429", 0),
+        ([OK + b'data: {"usage": {"a": 1}}\n\n'], "KeyError: 'completion_tokens'", 0),
+        ([OK + b'data: {"error": {"type": "full", "message": "later"}}\n\n'], "full: later", 0),
+    ],
+)
+def test_a_stream_is_read_in_whatever_pieces_it_comes(pieces, error, gaps):
+    """None closes; without it the server keeps its end open, as one does that takes no notice of `Connection: close`."""
+
+    async def main():
+        gone, over = asyncio.Event(), asyncio.Event()
+
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                if piece is not None:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0.02)  # they may come as one all the same, which changes nothing but gaps
+            if None not in pieces:
+                await gone.wait()
+            writer.close()
+            over.set()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        target = bench_serve._Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        sample = await asyncio.wait_for(bench_serve._request(target, {}), 30)
+        gone.set()
+        await over.wait()
+        server.close()
+        await server.wait_closed()
+        return sample
+
+    sample = asyncio.run(main())
+    assert sample.error == error
+    assert len(sample.gaps_s) == gaps
+    assert sample.total_s > 0

@@ -81,8 +81,9 @@ def guarded(start):
     ("headers", "status"),
     [({}, 413), ({"content-type": "text/plain"}, 415), ({"x-api-key": "a-wrong-key"}, 401), ({"origin": "https://evil.example"}, 403)],
 )
-def test_a_client_that_writes_first_and_reads_then_is_told_why_its_body_is_not_wanted(guarded, wait_until, headers, status):
+def test_a_client_that_writes_first_and_reads_then_is_told_why_its_body_is_not_wanted(guarded, wait_until, monkeypatch, headers, status):
     """As most libraries do; closed at once, the connection would be reset under its hands, and the answer lost."""
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)  # it may take as long as this machine makes it
     connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=60)
     connection.request("POST", "/v1/completions", b"x" * (24 << 20), {"content-type": "application/json", "x-api-key": "a-good-key", **headers})
     answer = connection.getresponse()
@@ -94,7 +95,9 @@ def test_a_client_that_writes_first_and_reads_then_is_told_why_its_body_is_not_w
 
 @pytest.mark.parametrize("limit", ["LINGER_BYTES", "LINGER_S"])
 def test_what_is_thrown_away_has_a_limit_of_bytes_and_of_time(guarded, wait_until, monkeypatch, limit):
-    monkeypatch.setattr(protocol, limit, 0.05 if limit == "LINGER_S" else 1 << 20)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05 if limit == "LINGER_S" else 60.0)
+    if limit == "LINGER_BYTES":
+        monkeypatch.setattr(protocol, limit, 1 << 20)
     with guarded.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: a-good-key\r\nContent-Length: 999999999\r\n\r\n")
         answer = b""
@@ -104,6 +107,37 @@ def test_what_is_thrown_away_has_a_limit_of_bytes_and_of_time(guarded, wait_unti
         if limit == "LINGER_BYTES":
             with pytest.raises(ConnectionError):
                 connection.sendall(b"x" * (64 << 20))
+        wait_until(lambda: guarded.call(guarded.runtime.connections) == 0)
+
+
+@pytest.mark.parametrize("late", [False, True])  # with the headers, or behind them
+def test_a_body_in_bad_chunks_does_not_hold_a_connection(guarded, wait_until, monkeypatch, late):
+    """The client keeps its end open, and says nothing more."""
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+    head = CHAT + b"X-Api-Key: a-good-key\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with guarded.connect() as connection:
+        connection.sendall(head if late else head + b"ZZ\r\n")
+        if late:
+            wait_until(lambda: guarded.call(guarded.runtime.connections) == 1)
+            connection.sendall(b"ZZ\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+        wait_until(lambda: guarded.call(guarded.runtime.connections) == 0)
+
+
+@pytest.mark.parametrize(("line", "status"), [(b"POST /v1/completions", 401), (b"POST /nope", 401), (b"DELETE /live", 405), (b"GET /live", 200)])
+def test_a_body_that_nobody_reads_ends_its_connection(guarded, wait_until, monkeypatch, line, status):
+    """Whoever keeps it out: its bytes are thrown away within the same limits."""
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
+    monkeypatch.setattr(protocol, "LINGER_BYTES", 1 << 20)
+    with guarded.connect() as connection:
+        connection.sendall(line + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")
+        answer = b""
+        while more := connection.recv(1 << 16):
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b"\r\nconnection: close\r\n" in answer.lower()
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"x" * (64 << 20))
         wait_until(lambda: guarded.call(guarded.runtime.connections) == 0)
 
 
