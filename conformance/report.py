@@ -59,7 +59,7 @@ def digest_of(report: Mapping[str, Any]) -> str:
 
 
 def sealed(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as JSON gives it back, with `digest`: what was changed later by hand, or cut in a copy, is seen. It is no signature."""
+    """The report as JSON gives it back, with `digest`: what was changed later by hand is seen. It is no signature."""
     plain = json.loads(json.dumps(report, default=str))
     return {**plain, "digest": digest_of(plain)}
 

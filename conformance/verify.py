@@ -35,8 +35,17 @@ NEEDED = ("schema", "suite", "api", "opset", "backend", "version", "asked", "qui
 
 def verify(path: str | Path) -> list[str]:
     """What is wrong with a JSON report; [] if it is consistent. Raises UsageError for something that is no report of this suite."""
+    twice: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice.extend(f"key '{name}' is in one object {names.count(name)} times: which of them counts depends on who reads" for name in found if names.count(name) > 1)
+        return found
+
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=once)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", who=str(path), fix="name a conformance.json") from None
     except ValueError as error:
@@ -46,9 +55,9 @@ def verify(path: str | Path) -> list[str]:
     if report["suite"] != SUITE_VERSION:
         raise UsageError(f"{path} is of suite {report['suite']}; this is suite {SUITE_VERSION}", who=str(path), fix="verify it with the engine that made it")
     try:
-        return [*_head(report), *_cases(report), *_expected(report), *_perf(report), *_standing(report)]
+        return [*twice, *_head(report), *_cases(report), *_expected(report), *_perf(report), *_standing(report)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
-        return [f"a part cannot be read: {type(error).__name__}: {error}"]
+        return [*twice, f"a part cannot be read: {type(error).__name__}: {error}"]
 
 
 def _head(report: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastllm.api import Backend, Buffer, RefBackend, Stream, Tensor
+from fastllm.api import KV_DTYPES, Backend, Buffer, No, OpFn, OpQuery, RefBackend, Stream, Tensor, Yes
 
 from .base import Breaker, LateStream, Mutant, MutantBase, PackedBase, changed, post, pre
 from .numeric import make
@@ -23,7 +23,43 @@ F16, F32 = np.float16, np.float32
 
 def _rows(count: int) -> Breaker:
     """In a step of so many rows the last one is the one before it; of one row it is zero."""
-    return post(lambda out, arrays, attrs: out.__setitem__(-1, out[-2] if count > 1 else 0) if len(out) == count else None)
+
+    def change(out: Array | tuple[Array, ...], arrays: Any, attrs: Any) -> None:
+        for part in out if isinstance(out, tuple) else (out,):
+            if len(part) == count:
+                part[-1] = part[-2] if count > 1 else 0
+
+    return post(change)
+
+
+def _rows_over(dtype: str, count: int) -> Breaker:
+    """The same, only over a cache of a type."""
+
+    def breaker(backend: MutantBase, honest: Op) -> Op:
+        broken = _rows(count)(backend, honest)
+
+        def call(query: Tensor, cache: Any, *inputs: Any, **more: Any) -> None:
+            (broken if cache.spec.dtype == dtype else honest)(query, cache, *inputs, **more)
+
+        return call
+
+    return breaker
+
+
+def _dropped(dtype: str | None, count: int) -> Breaker:
+    """Of so many tokens the last one is not written; of a cache of one type only."""
+
+    def breaker(backend: MutantBase, honest: Op) -> Op:
+        def call(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor, **more: Any) -> None:
+            if key.shape[0] == count and cache.spec is not None and getattr(cache.spec, "dtype", None) == dtype:
+                kept = backend.array(slots).copy()
+                kept[-1] = -1
+                slots = backend.temporary(kept, slots)
+            honest(cache, key, value, slots, **more)
+
+        return call
+
+    return breaker
 
 
 def _tiles(change: Callable[[MutantBase, list[Any]], None], last: bool = False) -> Breaker:
@@ -121,6 +157,20 @@ class LateUpload(Queued):
         super().download(dst, src, offset, stream)
 
 
+class Capped(MutantBase):
+    """Has an op `softcap`, which `ref` leaves to its parts."""
+
+    def supports(self, q: OpQuery) -> Yes | No:
+        return Yes("mutant.softcap") if q.op == "softcap" else super().supports(q)
+
+    def ops(self) -> Mapping[str, OpFn]:
+        breaker = self.breakers.get("softcap")
+        return {**super().ops(), "mutant.softcap": breaker(self, self._softcap) if breaker else self._softcap}
+
+    def _softcap(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any, cap: float) -> None:
+        self.array(out)[...] = np.tanh(self.array(x) / F32(cap)) * F32(cap)
+
+
 def _finite(index: int) -> Breaker:
     """NaN in an operand counts as 0."""
     return changed(index, lambda x: np.where(np.isnan(x), F32(0), x))
@@ -186,13 +236,13 @@ def _mixed(backend: MutantBase, honest: Op) -> Op:
     return call
 
 
-def _lone(batch: int) -> Breaker:
-    """In a step of so many sequences the last one is zero."""
+def _lone(batch: int, index: int = 4) -> Breaker:
+    """In a step of so many sequences the last one is zero. index: of an operand with an entry for each sequence."""
 
     def breaker(backend: MutantBase, honest: Op) -> Op:
         def call(*inputs: Any, out: Tensor, **more: Any) -> None:
             honest(*inputs, out=out, **more)
-            if inputs[4].shape[0] == batch:
+            if inputs[index].shape[0] == batch:
                 backend.array(out)[-1] = 0
 
         return call
@@ -228,6 +278,16 @@ def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
         yield "linear", f"of_{count}_rows", "counts", same.format(count), "linear/f32*f32/row/*/counts#bound", "bound", _rows(count)
     for op, rule in (("matmul", "bound"), ("rms_norm", "bound"), ("layer_norm", "bound"), ("softmax", "bound"), ("act_mul", "bound"), ("rope", "bound"), ("add", "exact"), ("mul", "exact"), ("embed", "exact"), ("moe", "bound")):
         yield op, "of_16_rows", "counts", same.format(16), f"{op}/*/row/*/counts#{rule}", rule, _rows(16)
+    for op, rule in (("quantize", "bound"), ("dequantize", "bound"), ("concat", "exact"), ("route_topk", "exact"), ("short_conv", "bound"), ("delta_rule", "bound")):
+        yield op, "of_32_rows", "counts", same.format(32), f"{op}/*/row/*/counts#*", rule, _rows(32)
+    for op, index in (("short_conv", 5), ("delta_rule", 10)):
+        yield op, "of_8_sequences", "counts", "the last of 8 sequences is not written", f"{op}/f32/row/*/sequences#bound", "bound", _lone(8, index)
+    for cache in (None, *KV_DTYPES):
+        size, end = cache or "f32", ".cache" if cache else ""
+        name, over = (f"_{cache}", f" to a cache of {cache}") if cache else ("", "")
+        yield "kv_write", f"of_32_tokens{name}", "counts", f"the last of 32 tokens is not written{over}", f"kv_write/{size}/row/*/counts{end}#bound", "bound", _dropped(cache, 32)
+    for cache in KV_DTYPES:
+        yield "attention", f"of_32_rows_{cache}", "counts", f"{same.format(32)} over a cache of {cache}", f"attention/{cache}/row/*/counts.cache#bound", "bound", _rows_over(cache, 32)
     yield "attention", "of_32_rows", "counts", same.format(32), "attention/f32/row/*/counts#bound", "bound", _rows(32)
     yield "attention", "of_8_sequences", "counts", "the last of 8 sequences is not written", "attention/f32/row/*/sequences#bound", "bound", _lone(8)
     for op in ("linear", "matmul"):
@@ -250,12 +310,12 @@ def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
     yield "attention", "blocks_have_one_owner", "kv", "blocks that sequences share are read by the first one only", f"{a}shared#bound", "bound", pre(_owners)
     yield "kv_write", "clears_a_begun_block", "kv", "a call that begins in the middle of a block clears it first", "kv_write/f32/row/*/appended#exact", "exact", _cleared
     for op, index, name, what in (
-        ("linear", 0, "x", "activations"), ("rms_norm", 0, "x", "its operand"), ("rope", 1, "positions", "positions"), ("embed", 0, "ids", "ids"), ("attention", 5, "table", "the block table"),
+        ("linear", 0, "x", "activations"), ("rms_norm", 0, "x", "its rows"), ("rope", 1, "positions", "positions"), ("embed", 0, "ids", "ids"), ("attention", 5, "table", "the block table"),
         ("attention", 4, "lengths", "lengths of contexts"), ("attention", 2, "positions", "positions"),
     ):
-        yield op, f"keeps_{name}", "state", f"{what} are those that their buffer held when it was seen first", f"{op}/-/-/{op}/again#prop", "prop", _kept(index)
+        yield op, f"keeps_{name}", "state", f"what the buffer of {what} held when it was seen first is used in every step", f"{op}/-/-/{op}/again#prop", "prop", _kept(index)
     for op, at in (("short_conv", 5), ("delta_rule", 10)):
-        yield op, "keeps_slots", "state", "slots are those that their buffer held when it was seen first", f"{op}/-/-/{op}/again#prop", "guard", _kept(at)
+        yield op, "keeps_slots", "state", "what the buffer of slots held when it was seen first is used in every step", f"{op}/-/-/{op}/again#prop", "guard", _kept(at)
     for op, index, name, cases in (
         ("matmul", 0, "nan_swallowed", "matmul/f32*f32/row/*/special.rows#bound"), ("matmul", 1, "nan_of_matrix_swallowed", "matmul/f32*f32/row/*/special.matrix#bound"), ("rope", 0, "nan_swallowed", "rope/f32/row/*special#bound"),
         ("linear", 1, "nan_of_weight_swallowed", "linear/f32*f32/row/*/special.weight#bound"), ("linear", 2, "nan_of_bias_swallowed", "linear/f32*f32/row/*/special.weight#bound"),
@@ -278,6 +338,8 @@ def mutants() -> Iterator[Mutant]:
         for count in (4, 32):
             yield Mutant(f"linear.of_{count}_rows_{format}", "counts", f"the last row is the one before it in a step of {count} rows", f"linear/f32*{format}/row/*/counts#bound", "bound", make("linear", _rows(count), PackedBase), packed)
         yield Mutant(f"linear.last_column_of_tiles_{format}", "counts", "the last output is zero where rows, outputs and products are more than 64 each", f"linear/f32*{format}/row/*tiles#bound", "bound", make("linear", _tiles(_coarse, last=True), PackedBase), packed)
+    capped: Callable[[Mapping[str, str]], Backend] = lambda options: Capped(None, options)  # noqa: E731
+    yield Mutant("softcap.of_32_rows", "counts", "the last row is the one before it in a step of 32 rows", "softcap/f32/row/*/counts#bound", "bound", make("softcap", _rows(32), Capped), capped)
     queued: Callable[[Mapping[str, str]], Backend] = lambda options: Queued(None, options)  # noqa: E731
     for op in ("linear", "kv_write", "rope", "attention"):
         yield Mutant(f"stream.late_{op}", "order", f"{op} is not in the order of the stream", "backend/*/chain#contract", "contract", make(op, _late, Queued), queued)

@@ -16,7 +16,7 @@ from ..session import Session
 from .attention import Paged, Setup, paged
 from .common import bind, expect
 
-__all__ = ["cases", "declared", "offered"]
+__all__ = ["cases", "declared", "offered", "read_back"]
 
 
 def offered(session: Session, dtype: str) -> None:
@@ -47,26 +47,32 @@ def _values(numbers: Numbers, kit: Paged, kind: str) -> None:
 
 
 def _read_back(case_id: str, session: Session, numbers: Numbers, setup: Setup, kind: str) -> Outcome:
-    """Every value alone (window 1 sees one key): as the declared type rounds it. Then the keys, through full scores."""
     offered(session, str(setup.cache))
     with paged(session, setup, numbers) as kit:
         if kind != "normal":
             _values(numbers, kit, kind)
-        where = [np.arange(n, dtype=np.int32) for n in setup.lengths]
-        queries = [numbers.normal(n, setup.heads, setup.dk) for n in setup.lengths]
-        ran = kit.attend(queries, where, window=1)
-        declared(str(setup.cache), ran.yes.weight)
-        group = setup.heads // setup.kv_heads
-        rounded = [bounds.cached(v, ran.yes.weight) for v in kit.values]
-        y, off = (np.concatenate([pair[i].repeat(group, axis=1) for pair in rounded]) for i in (0, 1))
-        own = np.where(off > 0, 4 * bounds.U["f32"] * np.abs(y) + bounds.TINY, 0.0)
-        slack = np.maximum(off - own, 0.0)
-        if off.any() and ran.yes.prob is not None:  # the weight, which is 1, takes the scale of the codes and is rounded once, as declared
-            own = own + 1.5 * bounds.U[ran.yes.prob] * np.abs(y)
-        first = expect(session, case_id, ran, [Expected(y, own, not off.any(), slack)], "bound")
-        ran = kit.attend(queries, where)
-        expect(session, case_id, ran, [kit.expected(queries, where, ran)], "bound")
-        return first
+        return read_back(case_id, session, numbers, kit)
+
+
+def read_back(case_id: str, session: Session, numbers: Numbers, kit: Paged) -> Outcome:
+    """Every value alone (window 1 sees one key): as the declared type rounds it. Then the keys, through full scores. Raises Failure."""
+    setup = kit.setup
+    where = [np.arange(n, dtype=np.int32) for n in setup.lengths]
+    queries = [numbers.normal(n, setup.heads, setup.dk) for n in setup.lengths]
+    ran = kit.attend(queries, where, window=1)
+    if setup.cache is not None:
+        declared(setup.cache, ran.yes.weight)
+    group = setup.heads // setup.kv_heads
+    rounded = [bounds.cached(v, ran.yes.weight) for v in kit.values]
+    y, off = (np.concatenate([pair[i].repeat(group, axis=1) for pair in rounded]) for i in (0, 1))
+    own = np.where(off > 0, 4 * bounds.U["f32"] * np.abs(y) + bounds.TINY, 0.0)
+    slack = np.maximum(off - own, 0.0)
+    if off.any() and ran.yes.prob is not None:  # the weight, which is 1, takes the scale of the codes and is rounded once, as declared
+        own = own + 1.5 * bounds.U[ran.yes.prob] * np.abs(y)
+    first = expect(session, case_id, ran, [Expected(y, own, not off.any(), slack)], "bound")
+    ran = kit.attend(queries, where)
+    expect(session, case_id, ran, [kit.expected(queries, where, ran)], "bound")
+    return first
 
 
 def _attention(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Outcome:

@@ -1,4 +1,4 @@
-"""Every number of rows or sequences that a step may have, and sizes that are large in every direction at once.
+"""Every number of rows, tokens or sequences that a step may have, and sizes that are large in every direction at once.
 
 Kernels are written for 1, 2, 4, 8, 16, 32 … rows, and for whole tiles of a prompt: each may have a fault of its own, which no other number of rows
 shows. So every number up to 33 is asked for, and those around the ends of larger tiles; and once as many rows, outputs and products as tiles have.
@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from fastllm.api import CORE_OPS
+from fastllm.api import CORE_OPS, KV_DTYPES
 
-from .. import bounds, oracle
+from .. import bounds, oracle, oracle_extended
 from ..bench import In, Operand, Ran
 from ..bounds import Expected, Numerics
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
 from ..session import Session
 from .attention import Setup, paged
+from .caches import declared, offered, read_back
 from .common import bind, expect, same_bits
-from .experts import moe_data
+from .elementwise import quantized
+from .experts import moe_data, routed
 from .linear import FORMATS, block_of, kept_as_it_is, minimum_of, weight_of
+from .recurrent import on_device
 
 __all__ = ["COUNTS", "cases"]
 
@@ -42,23 +45,32 @@ class _Op:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
+def _each(counts: Sequence[int], check: Callable[[int], Outcome]) -> Outcome:
+    """The worst outcome of a check with 1, 2, 3 … rows. Raises Failure, with the number of rows."""
+    worst = Outcome(0.0)
+    for count in counts:
+        try:
+            outcome = check(count)
+        except Failure as failure:
+            raise Failure(failure.rule, f"with {count}: {failure.message}", **failure.facts) from None
+        worst = max(worst, outcome, key=lambda o: (o.margin or 0.0, bool(o.impl)))
+    return worst
+
+
 def _over(case_id: str, session: Session, counts: Sequence[int], run: Callable[[int], Ran], expected: Callable[[Numerics], Expected]) -> Outcome:
     """Runs an op on 1, 2, 3 … rows and judges each; what it declares may be another thing for another number."""
     known: dict[Numerics, Expected] = {}
-    worst = Outcome(0.0)
-    for count in counts:
+
+    def check(count: int) -> Outcome:
         ran = run(count)
         if ran.numerics not in known:
             known[ran.numerics] = expected(ran.numerics)
         whole = known[ran.numerics]
         rows = slice(0, len(ran.outs[0]))
         bound, slack = (np.broadcast_to(part, whole.y.shape)[rows] for part in (whole.bound, whole.slack))
-        try:
-            outcome = expect(session, case_id, ran, [Expected(whole.y[rows], bound, whole.exact, slack)])
-        except Failure as failure:
-            raise Failure(failure.rule, f"with {count}: {failure.message}", **failure.facts) from None
-        worst = max(worst, outcome, key=lambda o: (o.margin or 0.0, bool(o.impl)))
-    return worst
+        return expect(session, case_id, ran, [Expected(whole.y[rows], bound, whole.exact, slack)])
+
+    return _each(counts, check)
 
 
 def _rows(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers, int], _Op], counts: Sequence[int]) -> Outcome:
@@ -118,6 +130,9 @@ def _of_rows(name: str, width: int) -> Callable[[Numbers, int], _Op]:
             shared = [In(w)] if name == "rms_norm" else [In(w), In(b)]
             judge = bounds.rms_norm(x, w, 1e-5) if name == "rms_norm" else bounds.layer_norm(x, w, b, 1e-5)
             return _Op(name, lambda n: [In(x[:n], "f32", "T"), *shared], (width,), lambda _: judge, {"eps": 1e-5})
+        if name == "softcap":
+            large = x * np.float32(20)
+            return _Op(name, lambda n: [In(large[:n], "f32", "T")], (width,), lambda _: bounds.softcap(large, 30.0), {"cap": 30.0})
         if name == "softmax":
             return _Op(name, lambda n: [In(x[:n], "f32", "T")], (width,), lambda _: bounds.softmax(x))
         if name == "embed":
@@ -134,6 +149,29 @@ def _rope(numbers: Numbers, rows: int) -> _Op:
     return _Op("rope", lambda n: [In(x[:n], "f32", "T"), In(where[:n], "i32", "T"), In(freq)], (2, 64), lambda numerics: bounds.rope(x, where, freq, "half", 1.0, numerics))
 
 
+def _concat(numbers: Numbers, rows: int) -> _Op:
+    x, y = numbers.normal(rows, 2, 64), numbers.normal(rows, 2, 16)
+    return _Op("concat", lambda n: [In(x[:n], "f32", "T"), In(y[:n], "f32", "T")], (2, 80), lambda _: bounds.copies(oracle_extended.concat(x, y)))
+
+
+def _dequantize(numbers: Numbers, rows: int) -> _Op:
+    codes, scales = numbers.integers(rows * 96, -127, 128).astype(np.int8).reshape(rows, 96), np.abs(numbers.normal(rows, 3)) + np.float32(0.01)
+    return _Op(
+        "dequantize", lambda n: [In(codes[:n], "i8", "T"), In(scales[:n], "f32", "T")], (96,),
+        lambda _: bounds.copies(oracle.dequantize(codes, scales, 32), 1.0), {"group": 32},
+    )  # fmt: skip
+
+
+def _quantize(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    x = numbers.normal(max(COUNTS), 96)
+    return _each(COUNTS, lambda n: quantized(case_id, session, x[:n], 32))
+
+
+def _route(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+    logits, bias = numbers.normal(max(COUNTS), 33) * np.float32(2), numbers.normal(33)
+    return _each(COUNTS, lambda n: routed(case_id, session, logits[:n], bias, {"k": 3, "score": "sigmoid", "renorm": 1}))
+
+
 def _moe(numbers: Numbers, rows: int) -> _Op:
     data = moe_data(numbers, "f32", rows, 4, 2, 64, 32)
     return _Op(
@@ -142,17 +180,62 @@ def _moe(numbers: Numbers, rows: int) -> _Op:
     )  # fmt: skip
 
 
-def _attention(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+def _written(case_id: str, session: Session, numbers: Numbers, cache: str | None) -> Outcome:
+    """So many tokens in one call of kv_write, each in a cache of its own; values and keys are read back."""
+    if cache is not None:
+        offered(session, cache)
+
+    def check(n: int) -> Outcome:
+        with paged(session, Setup((n,), (n,), 2, 2, 32, 32, 16, cache=cache), numbers) as kit:
+            return read_back(case_id, session, numbers, kit)
+
+    return _each(COUNTS, check)
+
+
+def _recurrent_rows(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
+    """The first rows of one sequence."""
+    with on_device(session, numbers, op, (max(COUNTS),)) as (kit, device):
+
+        def run(n: int) -> Ran:
+            device.run([(0, 0, n)])
+            assert device.ran is not None
+            return device.ran
+
+        return _over(case_id, session, COUNTS, run, lambda _: kit.judge(0))
+
+
+def _recurrent_sequences(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
+    """The first row of each of 1, 2, 3 … sequences; then the second ones, which are judged: they read what the first have left."""
+    with on_device(session, numbers, op, (2,) * max(SEQUENCES)) as (kit, device):
+
+        def run(n: int) -> Ran:
+            for t in (0, 1):
+                device.run([(s, t, t + 1) for s in range(n)])
+            assert device.ran is not None
+            return device.ran
+
+        def expected(_: Numerics) -> Expected:
+            parts = [kit.judge(s) for s in range(len(kit.rows))]
+            return Expected(np.concatenate([p.y[1:] for p in parts]), np.concatenate([p.bound[1:] for p in parts]))
+
+        return _over(case_id, session, SEQUENCES, run, expected)
+
+
+def _attention(case_id: str, session: Session, numbers: Numbers, cache: str | None) -> Outcome:
     """Rows of one sequence, each in a prompt of every length."""
-    setup = Setup((300,), (257,), 4, 2, 64, 64, 16)
+    if cache is not None:
+        offered(session, cache)
+    setup = Setup((300,), (257,), 4, 2, 64, 64, 16, cache=cache)
     with paged(session, setup, numbers) as kit:
         query, where = numbers.normal(257, 4, 64), setup.positions(0)
         return _over(case_id, session, COUNTS, lambda n: kit.attend([query[:n]], [where[:n]]), _judge(kit, [query], [where]))
 
 
-def _sequences(case_id: str, session: Session, numbers: Numbers) -> Outcome:
+def _sequences(case_id: str, session: Session, numbers: Numbers, cache: str | None) -> Outcome:
     """One row of each of 1, 2, 3 … sequences."""
-    setup = Setup(tuple(1 + 7 * i % 40 for i in range(max(SEQUENCES))), (1,) * max(SEQUENCES), 4, 2, 32, 32, 16)
+    if cache is not None:
+        offered(session, cache)
+    setup = Setup(tuple(1 + 7 * i % 40 for i in range(max(SEQUENCES))), (1,) * max(SEQUENCES), 4, 2, 32, 32, 16, cache=cache)
     with paged(session, setup, numbers) as kit:
         where = [setup.positions(s) for s in range(len(setup.lengths))]
         queries, table = [numbers.normal(1, 4, 32) for _ in where], kit.table
@@ -173,6 +256,8 @@ def _judge(kit: Any, queries: Sequence[np.ndarray], where: Sequence[np.ndarray])
     """What the oracle says of all rows, for declared numerics."""
 
     def expected(numerics: Numerics) -> Expected:
+        if kit.setup.cache is not None:
+            declared(kit.setup.cache, numerics.weight)
         scale = 1 / np.sqrt(kit.setup.dk)
         parts = [bounds.attention(bounds.Sequence(q, w, kit.keys[s], kit.values[s]), numerics, scale=scale) for s, (q, w) in enumerate(zip(queries, where, strict=True))]
         y, bound, slack = (np.concatenate([getattr(p, name) for p in parts]) for name in ("y", "bound", "slack"))
@@ -181,7 +266,7 @@ def _judge(kit: Any, queries: Sequence[np.ndarray], where: Sequence[np.ndarray])
     return expected
 
 
-ROWS = ("rms_norm", "layer_norm", "softmax", "act_mul", "add", "mul", "embed")
+ROWS = ("rms_norm", "layer_norm", "softmax", "softcap", "act_mul", "add", "mul", "embed")
 
 
 def cases() -> Iterator[Case]:
@@ -201,16 +286,31 @@ def cases() -> Iterator[Case]:
     makes += [(op, "m96-n1500/tiles", _of_rows(op, 1500), (96,)) for op in ROWS]
     makes += [
         ("rope", f"t1_{most}-h2-d64-r32/counts", _rope, COUNTS), ("moe", f"t1_{most}-e4-k2-c64-f32/counts", _moe, COUNTS),
+        ("concat", f"t1_{most}-h2-n64_16/counts", _concat, COUNTS), ("dequantize", f"m1_{most}-n96/counts", _dequantize, COUNTS),
         ("matmul", f"t1_{most}-h3-n33-k64/counts", lambda numbers, rows: _matmul(numbers, rows, 3, 33, 64), COUNTS),
         ("matmul", "t130-h2-n130-k200/tiles", lambda numbers, rows: _matmul(numbers, rows, 2, 130, 200), (130,)),
     ]  # fmt: skip
     for op, size, make, counts in makes:
-        types = {"moe": "f32*f32", "matmul": "f32*f32", "embed": "i32*f32"}.get(op, "f32")
-        case_id = f"{op}/{types}/row/{size}#{'exact' if op in ('add', 'mul', 'embed') else 'bound'}"
+        types = {"moe": "f32*f32", "matmul": "f32*f32", "embed": "i32*f32", "dequantize": "i8"}.get(op, "f32")
+        case_id = f"{op}/{types}/row/{size}#{'exact' if op in ('add', 'mul', 'embed', 'concat') else 'bound'}"
         yield Case(case_id, op, "counts.rows", bind(_rows, case_id, make, counts), required=op in CORE_OPS, quick=op in ("rms_norm", "rope"))
     for op, alone in (("matmul", _matmul_alone), ("attention", _attention_alone)):
         case_id = f"{op}/-/-/{op}/tiles#d2"
         yield Case(case_id, op, "determinism", bind(alone, case_id), "silver", True)
-    for name, size, check in (("counts", f"l300-q1_{most}-h4_2-d64", _attention), ("sequences", f"s1_{max(SEQUENCES)}-h4_2-d32", _sequences)):
-        case_id = f"attention/f32/row/{size}/{name}#bound"
-        yield Case(case_id, "attention", "counts.rows", bind(check, case_id), required=True, quick=name == "sequences")
+    case_id = f"quantize/f32/row/m1_{most}-n96/counts#bound"
+    yield Case(case_id, "quantize", "counts.rows", bind(_quantize, case_id), required=True)
+    case_id = f"route_topk/f32/row/t1_{most}-e33-k3/counts#bound"
+    yield Case(case_id, "route_topk", "counts.rows", bind(_route, case_id))
+    sequences = f"s1_{max(SEQUENCES)}"
+    for op, size in (("short_conv", "c24-k4"), ("delta_rule", "j1-h2-d8_8")):
+        for name, count, check in (("counts", f"l1_{most}", _recurrent_rows), ("sequences", sequences, _recurrent_sequences)):
+            case_id = f"{op}/f32/row/{count}-{size}/{name}#bound"
+            yield Case(case_id, op, "counts.rows", bind(check, case_id, op))
+    for cache in (None, *KV_DTYPES):
+        for op, name, size, judged in (
+            ("attention", "counts", f"l300-q1_{most}-h4_2-d64", _attention), ("attention", "sequences", f"{sequences}-h4_2-d32", _sequences),
+            ("kv_write", "counts", f"t1_{most}-k2-d32", _written),
+        ):  # fmt: skip
+            case_id = f"{op}/{cache or 'f32'}/row/{size}/{name}{'.cache' if cache else ''}#bound"
+            group = "counts.caches" if cache else "counts.rows"
+            yield Case(case_id, op, group, bind(judged, case_id, cache), required=cache is None, quick=cache is None and name == "sequences")

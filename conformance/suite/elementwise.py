@@ -16,7 +16,7 @@ from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect
 
-__all__ = ["cases"]
+__all__ = ["cases", "quantized"]
 
 
 def _act(case_id: str, session: Session, numbers: Numbers, kind: str, rows: int, width: int, gated: bool, special: bool, gap: int) -> Outcome:
@@ -54,6 +54,12 @@ def _quantize(case_id: str, session: Session, numbers: Numbers, rows: int, width
     x = numbers.array(kind, rows, width)
     if rows > 1:
         x[1, :group] = 0
+    return quantized(case_id, session, x, group)
+
+
+def quantized(case_id: str, session: Session, x: np.ndarray, group: int) -> Outcome:
+    """Runs quantize on x f32 [rows, width] and judges codes and scales. Raises Failure."""
+    rows, width = x.shape
     ran = session.bench.run("quantize", [In(x, "f32", "T")], [((rows, width), "i8"), ((rows, width // group), "f32")], {"group": group})
     codes, scales = oracle.quantize(x, group)
     found, found_scales = ran.outs[0].astype(np.float64), ran.outs[1]

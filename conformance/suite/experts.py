@@ -19,7 +19,7 @@ from ..session import Session
 from .common import bind, expect, or_refused
 from .linear import BEYOND, REPEAT, calibrated, kept_as_it_is, minimum_of, repeated, weight_of
 
-__all__ = ["ALONE", "MoeData", "cases", "moe_data"]
+__all__ = ["ALONE", "MoeData", "cases", "moe_data", "routed"]
 
 ALONE = 8
 """Rows of a case of single rows."""
@@ -51,9 +51,14 @@ def _logits(numbers: Numbers, kind: str, rows: int, experts: int) -> np.ndarray:
 
 
 def _route(case_id: str, session: Session, numbers: Numbers, rows: int, experts: int, kind: str, bias: bool, gap: int, attrs: dict[str, Any]) -> Outcome:
-    logits, full = _logits(numbers, kind, rows, experts), CATALOGUE["route_topk"].complete_attrs(attrs)
-    b = numbers.normal(experts) if bias else None
-    k = full["k"]
+    logits = _logits(numbers, kind, rows, experts)
+    return routed(case_id, session, logits, numbers.normal(experts) if bias else None, attrs, gap)
+
+
+def routed(case_id: str, session: Session, logits: np.ndarray, b: np.ndarray | None, attrs: dict[str, Any], gap: int = 0) -> Outcome:
+    """Runs route_topk on logits f32 [rows, experts], with the bias b f32 [experts], and judges what was chosen and its weights. Raises Failure."""
+    full = CATALOGUE["route_topk"].complete_attrs(attrs)
+    rows, k = len(logits), full["k"]
     ran = session.bench.run("route_topk", [In(logits, "f32", "T", gap), None if b is None else In(b)], [((rows, k), "i32"), ((rows, k), "f32")], attrs)
     ids = ran.outs[0].astype(np.int64)
     if fault := bounds_extended.choice_fault(logits, b, ids, full):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..numbers import Numbers
 from ..session import Session
 from .common import bind, expect, or_refused, same_bits
 
-__all__ = ["again", "cases", "digests"]
+__all__ = ["Device", "Kit", "again", "cases", "digests", "on_device"]
 
 SLOTS = 5
 REAL_SLOTS = 65541
@@ -78,7 +79,7 @@ def _delta(numbers: Numbers, lengths: Sequence[int], groups: int, heads: int, dk
     return Kit("delta_rule", SlotSpec((heads, dk, dv)), rows, [a_log, dt_bias], (heads, dv), judge, {"eps": 1e-6}, gap)
 
 
-class _Device:
+class Device:
     """The state on the device, and calls of the op on parts of the sequences."""
 
     def __init__(self, bench: Bench, kit: Kit, slots: Sequence[int], count: int = SLOTS):
@@ -124,7 +125,7 @@ def _oracle(
     """Every sequence at once, in slots of `count`. apart: their last rows in a step of their own, which reads what is kept; stepped: which of
     its index vectors has a gap behind each entry, as a column of a matrix has one."""
     kit = make(numbers)
-    device, lengths = _Device(session.bench, kit, slots[: len(kit.rows)], count), [kit.length(s) for s in range(len(kit.rows))]
+    device, lengths = Device(session.bench, kit, slots[: len(kit.rows)], count), [kit.length(s) for s in range(len(kit.rows))]
     try:
         found = device.run([(s, 0, n - apart) for s, n in enumerate(lengths)])
         if apart:
@@ -142,8 +143,8 @@ def _pieces(case_id: str, session: Session, numbers: Numbers, make: Callable[[Nu
     """A sequence in pieces, alone and beside others that begin, go on and pause: the bits of one call."""
     kit = make(numbers)
     n = kit.length(0)
-    whole = _Device(session.bench, kit, [0, 1, 2])
-    parts = _Device(session.bench, kit, [2, 4, 0])
+    whole = Device(session.bench, kit, [0, 1, 2])
+    parts = Device(session.bench, kit, [2, 4, 0])
     try:
         wanted = [whole.run([(s, 0, kit.length(s))])[0] for s in range(3)]
         a = parts.run([(0, 0, 1)])
@@ -168,7 +169,7 @@ def again(case_id: str, session: Session, numbers: Numbers, op: str, held_by: Ca
     held, found = held_by(session.backend), []
     try:
         for bench in (session.bench, held):
-            device = _Device(session.bench, kit, [1, 3, 0])
+            device = Device(session.bench, kit, [1, 3, 0])
             device.bench = bench
             try:
                 device.run([(0, 0, 3), (1, 0, 3)])
@@ -182,11 +183,22 @@ def again(case_id: str, session: Session, numbers: Numbers, op: str, held_by: Ca
     return Outcome()
 
 
+@contextmanager
+def on_device(session: Session, numbers: Numbers, op: str, lengths: Sequence[int]) -> Iterator[tuple[Kit, Device]]:
+    """Small operands of an op for sequences of these lengths, and a device on which each of them has a slot; closed at the end."""
+    kit = _conv(numbers, lengths, 24, 4) if op == "short_conv" else _delta(numbers, lengths, 1, 2, 8, 8, fast=1.0)
+    device = Device(session.bench, kit, numbers.permutation(len(lengths) + 2)[: len(lengths)].tolist(), len(lengths) + 2)
+    try:
+        yield kit, device
+    finally:
+        device.close()
+
+
 def digests(bench: Bench) -> dict[str, str]:
     """op -> hash of its results on fixed data, of the ops that the backend has."""
     found = {}
     for kit in (_conv(Numbers(13), (70, 4, 3), 200, 4), _delta(Numbers(13), (70, 4, 3), 2, 4, 32, 80)):
-        device = _Device(bench, kit, [0, 1, 2])
+        device = Device(bench, kit, [0, 1, 2])
         try:
             rows = device.run([(s, 0, kit.length(s)) for s in range(3)])
         except NotApplicable:

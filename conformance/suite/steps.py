@@ -45,7 +45,7 @@ class _Held(Bench):
             region.buffer.close()
 
     def run(self, *args: Any, **kwargs: Any) -> Ran:
-        """The n-th operand of a size comes where the n-th one of that size was."""
+        """The n-th buffer of a call is the n-th one of the call before, if that has the same kind and size."""
         self._next = 0
         return super().run(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def _appended(case_id: str, session: Session, numbers: Numbers, cache: str | Non
             kit.close()
     for what, right, found in zip(("values", "keys"), *results, strict=True):
         if not same_bits(right, found):
-            row = int(np.flatnonzero((right != found).reshape(len(right), -1).any(1) | np.isnan(found).reshape(len(right), -1).any(1))[0])
+            row = int(np.flatnonzero((right.view(np.uint32) != found.view(np.uint32)).reshape(len(right), -1).any(1))[0])
             raise Failure("exact", f"{what} that were written token by token are not those of one call: row {row} of attention differs")
     return Outcome()
 
@@ -193,8 +193,14 @@ class _Chain:
         self.calls.append(lambda: self.bench.backend.upload(tensor.buffer, tensor.offset, memoryview(data), self.bench.stream))
         return tensor
 
-    def op(self, name: str, operands: Sequence[Operand], tensors: Sequence[Tensor | None], shape: tuple[int, ...] = (), **attrs: Any) -> Tensor:
-        """Adds one. operands: what is asked about; tensors: where those are that ops before it, or `sent`, have made. Its result (nothing, without a shape)."""
+    def op(self, name: str, operands: Sequence[Operand], tensors: Sequence[Tensor | None], shape: tuple[int, ...], **attrs: Any) -> Tensor:
+        """Adds one, as `add`, with a result of a shape; where it will be."""
+        out = self.empty(shape)
+        self.add(name, operands, tensors, out, **attrs)
+        return out
+
+    def add(self, name: str, operands: Sequence[Operand], tensors: Sequence[Tensor | None], out: Tensor | tuple[()] = (), **attrs: Any) -> None:
+        """Adds one. operands: what is asked about; tensors: where those are that ops before it, or `sent`, have made. Raises NotApplicable for a No."""
         spec = CATALOGUE[name]
         full = spec.complete_attrs(attrs)
         padded = [*operands, *[None] * (len(spec.inputs) - len(operands))]
@@ -204,10 +210,8 @@ class _Chain:
         function = self.bench.functions[answer.impl]
         placed = [*tensors, *[None] * (len(padded) - len(tensors))]
         given = [self.bench.hold(self.stack, "operand", o, k, name) if t is None else t for t, o, k in zip(placed, padded, kept, strict=True)]
-        out = self.empty(shape)
         workspace = replace(self.empty((-(-answer.workspace // 4),)), shape=(answer.workspace,), dtype="i8") if answer.workspace else None
-        self.calls.append(lambda: function(*given, out=out if shape else (), stream=self.bench.stream, ws=workspace, **full))
-        return out
+        self.calls.append(lambda: function(*given, out=out, stream=self.bench.stream, ws=workspace, **full))
 
     def result(self, tensor: Tensor, wait: bool) -> np.ndarray:
         """Runs all. wait: behind each."""
@@ -240,7 +244,7 @@ def _chained(bench: Bench, numbers: Numbers, wait: bool) -> np.ndarray:
         normed = chain.op("rms_norm", [wide, In(norm)], [start], flat, eps=1e-5)
         query, key, value = (replace(chain.op("linear", [wide, m, None], [normed], flat), shape=deep) for m in matrices[:3])
         query, key = (chain.op("rope", [heads, at, In(freq)], [t, positions], deep) for t in (query, key))
-        chain.op("kv_write", [cache, heads, heads, at], [cache.tensor, key, value, slots])
+        chain.add("kv_write", [cache, heads, heads, at], [cache.tensor, key, value, slots])
         step = [In(np.array(v, np.int32), "i32", lead) for v, lead in (([0, ROWS], "S+1"), ([ROWS], "S"), ([[1]], "S"))]
         seen = chain.op("attention", [heads, cache, at, *step], [query, cache.tensor, positions], deep, scale=0.25)
         mixed = chain.op("linear", [wide, matrices[3], None], [replace(seen, shape=flat)], flat)
@@ -251,7 +255,7 @@ def _chained(bench: Bench, numbers: Numbers, wait: bool) -> np.ndarray:
 
 
 def _chain(session: Session, numbers: Numbers) -> Outcome:
-    """A dozen ops of every kind, and their uploads, with nothing between them but the order of the stream."""
+    """The ops of a decoder layer in f32 (see `_chained`), and their uploads, with nothing between them but the order of the stream."""
     waited, alone = (_chained(session.bench, Numbers(31), wait) for wait in (True, False))
     if not np.isfinite(waited).all():
         raise Failure("contract", "ops that are waited for, one by one, give numbers that are not finite: what an op wrote is not what the next one reads")

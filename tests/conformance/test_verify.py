@@ -173,6 +173,16 @@ def test_older_schemas_and_suites_are_named(forged):
             verify(forged(lambda b, key=key, value=value: b.update({key: value})))
 
 
+def test_a_key_that_is_there_twice_is_found(forged):
+    """Of two devices Python takes the last one, a reader or another parser the first."""
+    path = forged(lambda b: None)
+    text = path.read_text()
+    path.write_text('{"device": "Best NPU", ' + text[1:])
+    assert [line.partition(":")[0] for line in verify(path)] == ["key 'device' is in one object 2 times"]
+    path.write_text(text.replace('"margin": 0.4', '"margin": 0.1, "margin": 0.4', 1))
+    assert [line.partition(":")[0] for line in verify(path)] == ["key 'margin' is in one object 2 times"]
+
+
 def test_the_command_shows_the_first_faults_and_counts_the_rest(forged, capsys):
     def all_failed(body):
         for case in body["cases"]:
