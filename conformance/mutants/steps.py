@@ -164,8 +164,9 @@ class Capped(MutantBase):
         return Yes("mutant.softcap") if q.op == "softcap" else super().supports(q)
 
     def ops(self) -> Mapping[str, OpFn]:
+        honest: Op = self._softcap
         breaker = self.breakers.get("softcap")
-        return {**super().ops(), "mutant.softcap": breaker(self, self._softcap) if breaker else self._softcap}
+        return {**super().ops(), "mutant.softcap": breaker(self, honest) if breaker else honest}
 
     def _softcap(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any, cap: float) -> None:
         self.array(out)[...] = np.tanh(self.array(x) / F32(cap)) * F32(cap)
@@ -283,9 +284,9 @@ def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
     for op, index in (("short_conv", 5), ("delta_rule", 10)):
         yield op, "of_8_sequences", "counts", "the last of 8 sequences is not written", f"{op}/f32/row/*/sequences#bound", "bound", _lone(8, index)
     for cache in (None, *KV_DTYPES):
-        size, end = cache or "f32", ".cache" if cache else ""
+        kept, end = cache or "f32", ".cache" if cache else ""
         name, over = (f"_{cache}", f" to a cache of {cache}") if cache else ("", "")
-        yield "kv_write", f"of_32_tokens{name}", "counts", f"the last of 32 tokens is not written{over}", f"kv_write/{size}/row/*/counts{end}#bound", "bound", _dropped(cache, 32)
+        yield "kv_write", f"of_32_tokens{name}", "counts", f"the last of 32 tokens is not written{over}", f"kv_write/{kept}/row/*/counts{end}#bound", "bound", _dropped(cache, 32)
     for cache in KV_DTYPES:
         yield "attention", f"of_32_rows_{cache}", "counts", f"{same.format(32)} over a cache of {cache}", f"attention/{cache}/row/*/counts.cache#bound", "bound", _rows_over(cache, 32)
     yield "attention", "of_32_rows", "counts", same.format(32), "attention/f32/row/*/counts#bound", "bound", _rows(32)
