@@ -68,7 +68,7 @@ def _native_llama_cpp() -> Recipe:
     the 64 bytes of the tile configuration are read, and the rest is optimised away, so those compilers build without AMX."""
     if not re.search(r"\bamx_tile\b", Path("/proc/cpuinfo").read_text()):
         return _llama_cpp("-DGGML_NATIVE=ON", "built for this processor")
-    version = subprocess.run([os.environ.get("CC", "cc"), "-dumpfullversion"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run([*os.environ.get("CC", "cc").split(), "-dumpfullversion"], capture_output=True, text=True, check=False).stdout
     if re.match(r"\d+\.\d+\.\d+$", version.strip()) and int(version.split(".")[0]) < 13:
         without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
         flags = f"-DGGML_NATIVE=ON -DCMAKE_C_FLAGS='{without}' -DCMAKE_CXX_FLAGS='{without}'"

@@ -13,7 +13,7 @@ cimport numpy as cnp
 
 import numpy as np
 
-from .errors import InvalidRequest, OutOfMemory, ShapeError, UnsupportedError
+from .errors import EngineError, InvalidRequest, OutOfMemory, ShapeError, UnsupportedError
 from .quant import FORMATS
 
 cnp.import_array()
@@ -530,6 +530,8 @@ cdef int32_t _ask(
                 if masks is None:
                     return FL_UNDECIDED
                 return _under_mask(logits, n, sampler, asked, held, row, masks(row))
+            if len(answers) != count:
+                raise EngineError(f"a constraint was asked for {count} tokens and answers for {len(answers)}")
             for i in range(count):
                 fl_held_answer(asked, 1 if answers[i] else 0)
             if asked.likeliest and asked.count == 0:

@@ -1,9 +1,9 @@
 """What happens between two steps of the same sequences, in one piece of native code each.
 
 A step streams the weights through the caches, and nothing of Python is left in them afterwards: between two steps it is not
-the number of instructions that counts (all of it takes 9 µs while it is cached) but how much cold code and data they touch (the
-same took 120 µs after a step of a 1B model). So the loops of a step that only decodes are here, on plain pointers, without numpy's
-machinery. Called by `scheduler.Scheduler` and `executor.Executor`.
+the number of instructions that counts (all of it takes 9 µs while it is cached) but how much cold code and data they touch
+(the same took 120 µs after a step of a 1B model). So the loops of a step that only decodes are here, on plain pointers,
+without numpy's machinery. Called by `scheduler.Scheduler` and `executor.Executor`.
 """
 
 from libc.stdint cimport int32_t, int64_t

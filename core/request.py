@@ -28,7 +28,7 @@ class TokenConstraint(Protocol):
 
     It may also have `check() -> Callable[[Sequence[int]], Sequence[bool] | None] | int | None`, called once a step before any mask. None: every token may come; a
     number: only the token of this id. Else the callable is asked for some tokens, the likeliest first and as many as must be known at least, perhaps several
-    times, and must say of each what the mask says; None: it cannot, or would take longer for these than for all, and the mask is asked for.
+    times, and must say of each what the mask says, one answer for each; None: it cannot, or would take longer for these than for all, and the mask is asked for.
     """
 
     def mask(self) -> np.ndarray | None:

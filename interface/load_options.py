@@ -98,11 +98,12 @@ class LoadOptions:
     def check(self) -> None:
         """Raises UsageError for values that cannot be used, naming the option and its range."""
         ranges = {"threads": (0, 4096), "max_batch_size": (1, 4096), "prefill_chunk": (1, 65536), "block_size": (8, 1024)}
-        ranges["max_queue"] = (1, 1 << 20)
+        ranges |= {"max_queue": (1, 1 << 20), "helpers": (0, 4096)}
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                fix = "leave it out: as many as this process has cores" if name == "threads" else f"--{name.replace('_', '-')} {high if _above(value, high) else max(low, 1)}"
+                fix = f"--{name.replace('_', '-')} {high if _above(value, high) else max(low, 1)}"
+                fix = {"threads": "leave it out: as many as this process has cores", "helpers": "leave it out"}.get(name, fix)
                 raise UsageError(f"{name} is {value!r}; it must be an integer from {low} to {high:,}", fix=fix)
         for name, fix in (("ctx", "--ctx 4096"), ("kv_cache_tokens", "--kv-cache-size 4096tok")):
             value = getattr(self, name)

@@ -194,6 +194,7 @@ class Matcher:
                 answer = self._matcher.validate_tokens([token_id]) == 1
                 if time.perf_counter() - started > SLOW_S:
                     self._slow, self._questions = SLOW_FOR, 0
+                    return None
                 if answer:
                     self._agreed.add(token_id)
             if answer is None:

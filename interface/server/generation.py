@@ -293,7 +293,8 @@ class Generation:
         if not isinstance(error, InvalidSchema) or self.ready.constraint is None or "param" in error.fields:
             return error
         param = self.ready.constraint["param"]
-        return InvalidSchema(f"{param}: {error.message}", who=param, why=error.why, fix=error.fix, param=param)
+        why = f": {error.why}" if error.why else ""  # a client is told the message only
+        return InvalidSchema(f"{param}: {error.message}{why}", who=param, fix=error.fix, param=param)
 
     def fail(self, error: FastLLMError) -> None:
         """Ends the request with an error, which a stream sends as its last frame."""

@@ -95,8 +95,8 @@ class Protocol(H11Protocol):
         self._disarm()
         if self._limit is not None:
             self._limit.cancel()
-        self._watched()
         super().connection_lost(exc)
+        self._watched()
 
     def _should_upgrade(self) -> bool:
         """Never: a request to speak another protocol is answered in this one."""
@@ -144,6 +144,13 @@ class Protocol(H11Protocol):
         """It has."""
         super().resume_writing()
         self._watched()
+        if self.transport.is_closing():  # the rest must go, too
+            self.watch_unsent()
+
+    def eof_received(self) -> None:
+        """The client sends no more: the transport closes itself now, when all is sent."""
+        super().eof_received()
+        self.watch_unsent()
 
     def watch_unsent(self, before: int | None = None) -> None:
         """Cuts a client that takes nothing for as long as a stream's may: of a whole answer, or of a connection that is to be closed. before: bytes

@@ -366,6 +366,14 @@ def test_a_question_that_raises_fails_its_own_request():
                 raise KeyError("lost")
             return super().ask(tokens)
 
+    class Miscounts(Asked):
+        def __init__(self, of, change):
+            super().__init__(of)
+            self.change = change
+
+        def ask(self, tokens):
+            return self.change(super().ask(tokens))
+
     class Never(Every):
         def check(self):
             raise ValueError("never")
@@ -373,8 +381,10 @@ def test_a_question_that_raises_fails_its_own_request():
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     with Engine(FakeRunner()) as engine:
         good = engine.submit(Request([5, 6], params, constraint=lambda: Asked(3)))
-        bad = [engine.submit(Request([1, 2], params, constraint=kind)) for kind in (lambda: Fails(3), lambda: Never(3))]
-        for handle, why in zip(bad, ("lost", "never"), strict=True):
+        kinds = [lambda: Fails(3), lambda: Never(3)]
+        kinds += [lambda change=change: Miscounts(3, change) for change in (lambda found: [], lambda found: found[:-1], lambda found: [*found, True])]
+        bad = [engine.submit(Request([1, 2], params, constraint=kind)) for kind in kinds]
+        for handle, why in zip(bad, ("lost", "never", *["a constraint was asked for"] * 3), strict=True):
             with pytest.raises(EngineError, match=why):
                 handle.result()
         assert good.result().choices == engine.submit(Request([5, 6], params, constraint=lambda: Every(3))).result().choices

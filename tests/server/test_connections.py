@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import resource
 import socket
@@ -92,8 +93,9 @@ def test_who_does_not_read_a_whole_answer_is_cut(loaded, wait_until, more):
         wait_until(lambda: server.call(server.runtime.connections) == 0, "it waits for ever")
 
 
-def test_who_reads_slowly_gets_a_whole_answer_to_its_end(loaded, wait_until):
+def test_who_reads_slowly_gets_a_whole_answer_to_its_end(loaded, wait_until, monkeypatch):
     server, sides = loaded
+    monkeypatch.setattr(server.runtime, "settings", dataclasses.replace(server.runtime.settings, slow_reader_s=10.0))  # the client is a thread beside it
     with large(server, wait_until, sides, b"Connection: close\r\n", window=64 << 10, n=4) as raw:
         answer = b""
         while more := raw.recv(32 << 10):
@@ -103,12 +105,16 @@ def test_who_reads_slowly_gets_a_whole_answer_to_its_end(loaded, wait_until):
     assert f"content-length: {len(body)}" in head.decode().lower()
 
 
-def test_who_stops_before_the_end_of_a_connection_that_is_to_be_closed_is_cut(loaded, wait_until):
-    """There is less to send than what keeps a writer waiting."""
+@pytest.mark.parametrize("left", [64 << 10, 14 << 10])  # less than what keeps a writer waiting, and than what lets it go on
+@pytest.mark.parametrize("more", [b"Connection: close\r\n", b""])
+def test_who_stops_before_the_end_of_a_connection_that_is_to_be_closed_is_cut(loaded, wait_until, left, more):
+    """It was to be closed anyhow, or is since the client sends no more."""
     server, sides = loaded
-    with large(server, wait_until, sides, b"Connection: close\r\n") as raw:
-        while waiting(server, sides) > 64 << 10:
-            raw.recv(8 << 10)
+    with large(server, wait_until, sides, more) as raw:
+        while waiting(server, sides) > left:
+            raw.recv(1 << 10)
+        if not more:
+            raw.shutdown(socket.SHUT_WR)
         wait_until(lambda: server.call(server.runtime.connections) == 0, "it waits for ever")
 
 
