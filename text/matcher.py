@@ -181,7 +181,7 @@ class Matcher:
         self._questions -= len(token_ids)
         if self._questions < 0:
             return None
-        for token_id in token_ids:
+        for left, token_id in zip(range(len(token_ids) - 1, -1, -1), token_ids, strict=True):
             answer: bool | None
             if token_id in sort.ends:
                 answer = self._matcher.is_accepting() or (False if sort.ends_are_plain else None)
@@ -194,7 +194,8 @@ class Matcher:
                 answer = self._matcher.validate_tokens([token_id]) == 1
                 if time.perf_counter() - started > SLOW_S:
                     self._slow, self._questions = SLOW_FOR, 0
-                    return None
+                    if left:
+                        return None
                 if answer:
                     self._agreed.add(token_id)
             if answer is None:
