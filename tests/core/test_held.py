@@ -64,16 +64,22 @@ def drawn_adjustments(rng, n, rows):
     }
 
 
+def drawn_case(rng, n, rows):
+    """(logits f32 [rows, n], arguments of `Sampler`, which tokens may come: bool [rows, n], at least one of each row)."""
+    logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
+    if rng.random() < 0.5:
+        params |= drawn_adjustments(rng, n, rows)
+    allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
+    allowed[np.arange(rows), rng.integers(0, n, rows)] = True
+    return logits, params, allowed
+
+
 @pytest.mark.parametrize("n", [7, 40, 300, 4096])
 def test_what_is_decided_without_a_mask_is_what_the_mask_decides(n):
     rng, rows = np.random.default_rng(n), 64
     decided, asked, ranks = 0, 0, []
     for _ in range(40):
-        logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
-        if rng.random() < 0.5:
-            params |= drawn_adjustments(rng, n, rows)
-        allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
-        allowed[np.arange(rows), rng.integers(0, n, rows)] = True
+        logits, params, allowed = drawn_case(rng, n, rows)
         free, alone = rng.random(rows) < 0.1, rng.random(rows) < 0.1
         allowed[free] = True
         only = rng.integers(0, n, rows)
@@ -106,11 +112,7 @@ def test_a_mask_decides_by_its_bits_of_the_likeliest_tokens_what_it_decides_by_t
     rng, rows = np.random.default_rng(n + 1), 64
     listed = decided = 0
     for _ in range(40):
-        logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
-        if rng.random() < 0.5:
-            params |= drawn_adjustments(rng, n, rows)
-        allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
-        allowed[np.arange(rows), rng.integers(0, n, rows)] = True
+        logits, params, allowed = drawn_case(rng, n, rows)
         masks = [None if row.all() else packed(row) for row in allowed]
         batches, asked = rng.integers(0, 3, rows).tolist(), list[int]()
 
