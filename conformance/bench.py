@@ -8,7 +8,6 @@ packed where the backend gives a layout, else in the narrowest plain form withou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +18,10 @@ import numpy as np
 from fastllm.api import (
     CATALOGUE,
     FORMATS,
-    OPSET,
     Backend,
-    Buffer,
     HostTensor,
     KVSpec,
     No,
-    OpQuery,
     PackedLayout,
     SlotSpec,
     Stream,
@@ -37,75 +33,12 @@ from fastllm.api import (
 from . import blocks
 from .bounds import Numerics
 from .case import Failure, NotApplicable
+from .operands import NUMPY, Cache, In, Operand, Region, State, Weight, dtype_of, query_for
 
-__all__ = ["Bench", "Cache", "In", "Operand", "Ran", "State", "Weight", "query_for"]
+__all__ = ["Bench", "Ran"]
 
-NUMPY: dict[str, Any] = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i8": np.int8, "f16": np.float16, "bf16": np.uint16}
 NARROW = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "mxfp4": ("bf16", "f32")}
 POISON = 0xFF
-
-
-@dataclass
-class In:
-    """A plain operand. lead: symbol of its leading dimension ("" if fixed); gap: elements between rows (a strided window);
-    start: elements before the first (a window that is not aligned);
-    inner: elements behind each head of [T, H, D] (a part of a wider head)."""
-
-    array: np.ndarray
-    dtype: str = "f32"
-    lead: str = ""
-    gap: int = 0
-    start: int = 0
-    inner: int = 0
-
-    @property
-    def strides(self) -> tuple[int, ...] | None:
-        """In elements, of a strided window; None where rows follow each other."""
-        if not self.gap and not self.inner:
-            return None
-        inner = [*self.array.shape[1:]]
-        if self.inner:
-            inner[-1] += self.inner
-        return (math.prod(inner) + self.gap, *(math.prod(inner[i + 1 :]) for i in range(len(inner))))
-
-
-@dataclass
-class Weight:
-    """A weight as a file has it: shape [N, K], or a stack [E, N, K]; format, bytes u8. kept: the form it must have on the device ("" :
-    as the planner would)."""
-
-    shape: tuple[int, ...]
-    format: str
-    data: np.ndarray
-    kept: str = ""
-
-    def decode(self) -> np.ndarray:
-        """f64 values of `shape`, by the suite's own decoder."""
-        return blocks.decode(self.format, self.data, int(np.prod(self.shape))).reshape(self.shape)
-
-
-@dataclass
-class Cache:
-    """A paged key/value cache that lives on the device over several ops; made by `Bench.cache`."""
-
-    spec: KVSpec
-    block_size: int
-    num_blocks: int
-    tensor: Tensor | None = None
-    region: _Region | None = None
-
-
-@dataclass
-class State:
-    """State of fixed size in slots, on the device over several ops; made by `Bench.state`."""
-
-    spec: SlotSpec
-    slots: int
-    tensor: Tensor | None = None
-    region: _Region | None = None
-
-
-Operand = In | Weight | Cache | State | None
 
 
 @dataclass
@@ -124,16 +57,6 @@ class Ran:
         return Numerics(y.acc, y.act, y.weight, y.prob, y.angle)
 
 
-@dataclass
-class _Region:
-    """A buffer with its zones: data at `base`, `nbytes` long."""
-
-    buffer: Buffer
-    base: int
-    nbytes: int
-    before: np.ndarray  # u8, the whole buffer as it was uploaded
-
-
 class Bench:
     """Operands and results of one open backend."""
 
@@ -147,7 +70,7 @@ class Bench:
 
     # memory ---------------------------------------------------------------------------------------------------------
 
-    def region(self, data: np.ndarray, kind: str) -> _Region:
+    def region(self, data: np.ndarray, kind: str) -> Region:
         """A guarded buffer that holds these bytes (u8)."""
         align = self.backend.limits.alignment
         whole = np.full(2 * self.zone + -(-max(data.nbytes, 1) // align) * align, POISON, np.uint8)
@@ -155,16 +78,16 @@ class Bench:
         buffer = self.backend.alloc(whole.nbytes, kind)
         self.backend.upload(buffer, 0, memoryview(whole), self.stream)
         self.stream.synchronize()
-        return _Region(buffer, self.zone, data.nbytes, whole)
+        return Region(buffer, self.zone, data.nbytes, whole)
 
-    def fetch(self, region: _Region) -> np.ndarray:
+    def fetch(self, region: Region) -> np.ndarray:
         """The whole buffer, downloaded: u8."""
         whole = np.empty(region.buffer.nbytes, np.uint8)
         self.backend.download(memoryview(whole), region.buffer, 0, self.stream)
         self.stream.synchronize()
         return whole
 
-    def check_zones(self, region: _Region, what: str, op: str) -> np.ndarray:
+    def check_zones(self, region: Region, what: str, op: str) -> np.ndarray:
         """The data of a region. Raises Failure("guard") if a zone was written."""
         now = self.fetch(region)
         for name, part, first in (("before", slice(0, region.base), 0), ("behind", slice(region.base + region.nbytes, None), region.base + region.nbytes)):
@@ -203,7 +126,7 @@ class Bench:
 
     def ask(self, op: str, inputs: Sequence[Operand], attrs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Yes | No, list[str]]:
         """The backend's answer as the planner would ask, and the form in which each operand is kept."""
-        kept = [_dtype(i) for i in inputs]
+        kept = [dtype_of(i) for i in inputs]
         answer: Yes | No = self.backend.supports(query_for(op, inputs, kept, attrs, sizes))
         for index, weight in enumerate(inputs):
             if not isinstance(weight, Weight):
@@ -243,7 +166,7 @@ class Bench:
             raise Failure("honest", f"supports() names '{answer.impl}' for '{op}', which is not in ops()")
         used = self.backend.memory().used
         with ExitStack() as stack:
-            regions: list[tuple[_Region, str, bool]] = []  # (region, what, may change)
+            regions: list[tuple[Region, str, bool]] = []  # (region, what, may change)
             tensors: list[Tensor | None] = []
             for name, operand, form in zip(spec.inputs, operands, kept, strict=True):
                 tensors.append(self._place(stack, regions, name.rstrip("?"), operand, form, op))
@@ -282,7 +205,7 @@ class Bench:
         if self.backend.memory().used != used:
             raise Failure("leak", f"op '{op}' left {self.backend.memory().used - used:,} bytes allocated")
 
-    def _keep(self, stack: ExitStack, data: np.ndarray, kind: str) -> _Region:
+    def _keep(self, stack: ExitStack, data: np.ndarray, kind: str) -> Region:
         region = self.region(data, kind)
         stack.callback(region.buffer.close)
         return region
@@ -363,44 +286,3 @@ class Bench:
         finally:
             for name in seen:
                 delattr(backend, name)
-
-
-def _dtype(operand: Operand) -> str:
-    if operand is None:
-        return ""
-    if isinstance(operand, State):
-        return "slot"
-    return "kv" if isinstance(operand, Cache) else operand.format if isinstance(operand, Weight) else operand.dtype
-
-
-def query_for(op: str, inputs: Sequence[Operand], kept: Sequence[str], attrs: Mapping[str, Any], sizes: Mapping[str, int]) -> OpQuery:
-    """The planner's question about these operands: leading dimensions are symbols with a range from 0 to the case's size."""
-    spec = CATALOGUE[op]
-    dims: dict[str, tuple[int, int]] = {"T": (0, 0), "S": (0, 1), "R": (0, 1), "B": (0, 1), "ctx": (0, 1), "block_size": (64, 64)}
-    shapes: list[tuple[int | str, ...] | None] = []
-    specs: list[Any] = []
-    strides: list[tuple[int, ...] | None] = []
-    for operand in inputs:
-        strides.append(operand.strides if isinstance(operand, In) else None)
-        specs.append(operand.spec if isinstance(operand, Cache | State) else None)
-        if operand is None:
-            shapes.append(None)
-        elif isinstance(operand, Cache | State):
-            shapes.append(())
-            if isinstance(operand, Cache):
-                dims["block_size"] = (operand.block_size, operand.block_size)
-        elif isinstance(operand, Weight):
-            shapes.append(operand.shape)
-        else:
-            lead = operand.lead
-            shape = operand.array.shape
-            shapes.append((lead, *shape[1:]) if lead else shape)
-            if lead in dims:
-                dims[lead] = (0, max(dims[lead][1], shape[0]))
-    if op == "attention":
-        shapes[5] = ("S", "B")
-    for symbol, largest in sizes.items():
-        dims[symbol] = (0, largest)
-    changed = {k: v for k, v in attrs.items() if v != spec.attrs[k].default}
-    assert spec.since <= OPSET
-    return OpQuery(op, tuple(k or None for k in kept), tuple(shapes), dims, changed, tuple(specs), tuple(strides))

@@ -21,11 +21,11 @@ import numpy as np
 from fastllm.api import KVSpec, StepBatch, StepLimits
 
 from . import blocks, tiny
-from .bench import Cache, In, Operand, Weight
 from .case import Case, NotApplicable, Outcome, matches
 from .loaded import Loaded, batch_of
 from .midmodel import save_mid
 from .numbers import Numbers
+from .operands import Cache, In, Operand, Weight
 from .session import Session
 from .speed import Prepared, Timing, timed
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .bench import Cache, In, Operand, State, Weight
+from .operands import Cache, In, Operand, State, Weight
 
 __all__ = ["SIZES", "Size", "format_of"]
 

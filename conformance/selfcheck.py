@@ -15,11 +15,12 @@ import numpy as np
 from fastllm.api import Backend, Graph, OutOfMemory, UnsupportedError, read_model
 
 from . import bounds, tiny
-from .bench import Bench, In, Weight
+from .bench import Bench
 from .case import Failure, NotApplicable
 from .judge import judge
 from .loaded import Loaded, batch_of
 from .numbers import Numbers
+from .operands import In, Weight
 
 __all__ = ["GREEDY", "MODEL", "PROMPT", "NotChecked", "greedy", "self_check", "tiny_graph"]
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from fastllm.api import CATALOGUE, No, Tensor, Yes
 
-from .bench import NUMPY, Bench, Operand, Weight
+from .bench import Bench
 from .case import NotApplicable
+from .operands import NUMPY, Operand, Weight
 
 __all__ = ["RUNS", "RUN_S", "Prepared", "Timing", "timed"]
 

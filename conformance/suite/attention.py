@@ -16,10 +16,11 @@ import numpy as np
 from fastllm.api import KVSpec
 
 from .. import bounds
-from ..bench import Bench, Cache, In, Operand, Ran
+from ..bench import Bench, Ran
 from ..bounds import Expected, round_to
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import Cache, In, Operand
 from ..session import Session
 from .common import bind, expect, or_refused, same_bits, size_bin
 

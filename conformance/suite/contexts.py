@@ -14,10 +14,11 @@ import numpy as np
 from fastllm.api import KV_DTYPES
 
 from .. import bounds
-from ..bench import Bench, In
+from ..bench import Bench
 from ..bounds import Expected
 from ..case import Case, Outcome
 from ..numbers import Numbers
+from ..operands import In
 from ..session import Session
 from .attention import Paged, Setup
 from .caches import declared, offered

@@ -14,9 +14,10 @@ import numpy as np
 from fastllm.api import Backend, Limits, MemoryInfo, No, OpFn, OutOfMemory, Stream, Tensor, Yes
 
 from .. import bounds
-from ..bench import Bench, In, Weight
+from ..bench import Bench
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Weight
 from ..session import Session
 from .common import expect, same_bits
 

@@ -15,10 +15,11 @@ import numpy as np
 from fastllm.api import CORE_OPS, KV_DTYPES
 
 from .. import bounds, oracle, oracle_extended
-from ..bench import In, Operand, Ran
+from ..bench import Ran
 from ..bounds import Expected, Numerics
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand
 from ..session import Session
 from .attention import Setup, paged
 from .caches import declared, offered, read_back

@@ -11,10 +11,11 @@ import numpy as np
 from fastllm.api import CATALOGUE, GraphBuilder, KVSpec, SlotSpec, Value, Yes
 
 from .. import blocks, bounds, bounds_extended, oracle_extended
-from ..bench import Cache, In, Operand, Ran, Weight
+from ..bench import Ran
 from ..bounds import Expected, Numerics
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import Cache, In, Operand, Weight
 from ..session import Session
 from .common import bind, expect
 from .experts import moe_data

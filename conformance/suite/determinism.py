@@ -14,9 +14,10 @@ import numpy as np
 from fastllm.api import FORMATS, Yes
 
 from .. import blocks
-from ..bench import Bench, In, Weight
+from ..bench import Bench
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Weight
 from ..session import Session
 from . import recurrent
 from .attention import Paged, Setup

@@ -9,10 +9,10 @@ import numpy as np
 from fastllm.api import ACTIVATIONS
 
 from .. import bounds, oracle
-from ..bench import In
 from ..bounds import TINY, Expected, U
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import In
 from ..session import Session
 from .common import bind, expect
 

@@ -12,9 +12,9 @@ from fastllm.api import CATALOGUE
 
 from .. import blocks, bounds, bounds_extended
 from .. import oracle_extended as extended
-from ..bench import In, Operand, Weight
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand, Weight
 from ..session import Session
 from .common import bind, expect, or_refused
 from .linear import BEYOND, REPEAT, calibrated, kept_as_it_is, minimum_of, repeated, weight_of

@@ -10,9 +10,9 @@ import numpy as np
 
 from fastllm.api import CATALOGUE, CORE_OPS, FORMATS, KVSpec, No, OpQuery, SlotSpec, Yes
 
-from ..bench import Cache, In, Operand, State, query_for
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import Cache, In, Operand, State, query_for
 from ..session import Session
 from .common import bind
 

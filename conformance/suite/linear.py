@@ -9,10 +9,10 @@ import numpy as np
 from fastllm.api import CATALOGUE, Yes
 
 from .. import blocks, bounds
-from ..bench import In, Operand, Weight
 from ..bounds import TINY, Expected
 from ..case import Case, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand, Weight
 from ..session import Session
 from .common import bind, expect, size_bin
 

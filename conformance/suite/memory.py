@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from .. import blocks, bounds, oracle
-from ..bench import In, Operand
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand
 from ..session import Session
 from .common import bind, expect, or_refused
 from .linear import FORMATS, REPEAT, VOCABULARY, block_of, kept_as_it_is, repeated, weight_of

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from .. import bounds
-from ..bench import In
 from ..bounds import TINY, Expected
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import In
 from ..session import Session
 from .common import bind, expect, or_refused, size_bin
 from .linear import VOCABULARY

@@ -15,10 +15,11 @@ import numpy as np
 from fastllm.api import Backend
 
 from .. import blocks, bounds
-from ..bench import Bench, In, Ran, Weight
+from ..bench import Bench, Ran
 from ..bounds import U
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Weight
 from ..session import Session
 from .attention import Paged, Setup
 from .common import same_bits

@@ -18,10 +18,11 @@ import numpy as np
 from fastllm.api import Backend, SlotSpec
 
 from .. import bounds_extended
-from ..bench import Bench, In, Operand, Ran
+from ..bench import Bench, Ran
 from ..bounds import Expected
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand
 from ..session import Session
 from .common import bind, expect, or_refused, same_bits
 

@@ -10,9 +10,9 @@ import numpy as np
 from fastllm.api import No, host_sample
 
 from .. import oracle
-from ..bench import In
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import In
 from ..session import Session
 from .common import bind
 from .linear import VOCABULARY

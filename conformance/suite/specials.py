@@ -11,10 +11,10 @@ from fastllm.api import CORE_OPS
 
 from .. import blocks, bounds, oracle
 from .. import oracle_extended as extended
-from ..bench import In, Operand, Weight
 from ..bounds import Expected
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand, Weight
 from ..session import Session
 from .attention import Setup, paged
 from .common import bind, expect, or_refused

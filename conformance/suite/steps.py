@@ -16,9 +16,10 @@ import numpy as np
 from fastllm.api import CATALOGUE, CORE_OPS, KV_DTYPES, Backend, KVSpec, No, Tensor
 
 from .. import blocks
-from ..bench import Bench, In, Operand, Ran
+from ..bench import Bench, Ran
 from ..case import Case, Failure, NotApplicable, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand
 from ..session import Session
 from .attention import Paged, Setup
 from .caches import declared, offered
