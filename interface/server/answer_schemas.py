@@ -1,4 +1,4 @@
-"""What each route answers, as /openapi.json publishes it: objects, events of streams, errors.
+"""What each route answers, as /openapi.json publishes it; events of streams are in `event_schemas`.
 
 Nothing is made of these models; the tests hold every answer to them. A field with a default may be left out. Used by `openapi`.
 """
@@ -9,20 +9,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from .chat_schemas import (
-    Answer,
-    AnthropicError,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    CompletionDetails,
-    Error,
-    Event,
-    TokenLogprob,
-)
+from .chat_schemas import Answer, ChatCompletion, Completion, CompletionDetails, TokenLogprob
 
-__all__ = ["ANSWERS", "ERROR", "EVENTS", "STATUS", "THEIR_ERROR"]
+__all__ = ["ANSWERS", "Status"]
 
 
 # Responses ----------------------------------------------------------------------------------------------------------------
@@ -161,35 +150,6 @@ class ResponseObject(Answer):
     reasoning: ResponseReasoning
 
 
-class ResponseEvent(Event):
-    """An event of a response's stream."""
-
-    type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.output_item.done",
-        "response.content_part.added",
-        "response.content_part.done",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.reasoning_text.delta",
-        "response.reasoning_text.done",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "response.custom_tool_call_input.delta",
-        "response.custom_tool_call_input.done",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    sequence_number: int
-    response: ResponseObject | None = None
-    item_id: str = ""
-    output_index: int = 0
-    content_index: int = 0
-
-
 class InputTokens(Answer):
     """Tokens that a conversation takes."""
 
@@ -225,12 +185,12 @@ class AnsweredToolUse(Answer):
 
 
 class MessageUsage(Answer):
-    """Tokens; those of the cache are known at the end."""
+    """Tokens; input_tokens are those that were not in the cache."""
 
     input_tokens: int
     output_tokens: int
-    cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: Literal[0]
 
 
 class AnthropicMessageObject(Answer):
@@ -244,14 +204,6 @@ class AnthropicMessageObject(Answer):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
-
-
-class MessageEvent(Event):
-    """An event of a message's stream."""
-
-    type: Literal["message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop", "ping", "error"]
-    message: AnthropicMessageObject | None = None
-    index: int = 0
 
 
 class CountedTokens(Answer):
@@ -420,15 +372,56 @@ class Status(Answer):
     status: Literal["ok", "ready", "loading", "draining", "stalled", "failed", "full"]
 
 
-class Properties(Event):
+class DefaultSettings(Answer):
+    """What holds where a request says nothing. params: the values that are set."""
+
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class Modalities(Answer):
+    """Text only."""
+
+    vision: Literal[False]
+    audio: Literal[False]
+
+
+class DefaultValue(Answer):
+    """A default, and where it is from."""
+
+    value: Any
+    origin: str
+
+
+class PlanSummary(Answer):
+    """How the model runs. fallback_ops: computed by another backend."""
+
+    backend: str
+    threads: int
+    weights_bytes: int
+    kv_bytes: int
+    fallback_ops: int
+
+
+class OwnProperties(Answer):
+    """What llama.cpp has no name for. tool_parser, reasoning: of a model with a template."""
+
+    defaults: dict[str, DefaultValue]
+    plan: PlanSummary
+    seed: str
+    tool_parser: str | None
+    reasoning: str | None
+
+
+class Properties(Answer):
     """In llama.cpp's shape; what is ours is in `fastllm`."""
 
     total_slots: int
-    default_generation_settings: dict[str, Any]
+    default_generation_settings: DefaultSettings
     chat_template: str
     model_path: str
-    modalities: dict[str, bool]
-    fastllm: dict[str, Any]
+    modalities: Modalities
+    fastllm: OwnProperties
 
 
 class RunningRequest(Answer):
@@ -456,9 +449,6 @@ class CancelledRequest(Answer):
     cancelled: Literal[True]
 
 
-ERROR: Final = Error
-THEIR_ERROR: Final = AnthropicError
-STATUS: Final = Status
 ANSWERS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/chat/completions": (ChatCompletion,),
     "/v1/completions": (Completion,),
@@ -483,11 +473,3 @@ ANSWERS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/cancel": (CancelledRequest,),
 }
 """Path -> what it answers in JSON, one of these."""
-
-EVENTS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
-    "/v1/chat/completions": (ChatCompletionChunk, Error),
-    "/v1/completions": (CompletionChunk, Error),
-    "/v1/responses": (ResponseEvent,),
-    "/v1/messages": (MessageEvent,),
-}
-"""Path -> the JSON of an event of its stream, one of these."""

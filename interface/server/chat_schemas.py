@@ -6,19 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Answer", "AnthropicError", "ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChunk", "CompletionDetails", "Error", "Event", "TokenLogprob"]
+__all__ = ["Answer", "AnthropicError", "ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChunk", "CompletionDetails", "Error", "TokenLogprob", "TopLogprob"]
 
 
 class Answer(BaseModel):
     """What every answer has: no other keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Event(BaseModel):
-    """What every event has that is told by its type: other keys."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
 
 # errors -------------------------------------------------------------------------------------------------------------------

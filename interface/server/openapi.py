@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .answer_schemas import ANSWERS, ERROR, EVENTS, STATUS, THEIR_ERROR
+from .answer_schemas import ANSWERS, Status
 from .bodies import NEUTRAL, REFUSED, WITH_TEMPLATE
+from .chat_schemas import AnthropicError, Error
+from .event_schemas import EVENTS
 from .gate import PUBLIC
 from .page import PATHS as PAGE
 from .schemas import BODIES
@@ -98,7 +100,7 @@ def _responses(path: str, extra: dict[str, Any], settings: ServerSettings) -> di
     if off:
         found["501"] = _error(path, _STATUSES["501"])
     if path in ("/health", "/ready"):
-        found["503"] = {"description": "Not now.", "content": _json([STATUS])}
+        found["503"] = {"description": "Not now.", "content": _json([Status])}
     if path in PAGE and not off:
         found["304"] = {"description": "The same as before."}
     for status in {"429", "503"} & found.keys():
@@ -118,7 +120,7 @@ def _answer(path: str, extra: dict[str, Any]) -> dict[str, Any]:
         content = {media: {"schema": {"type": "object" if media == "application/json" else "string"}}}
     told = {"description": "The answer.", "content": content}
     if path in EVENTS:
-        told["description"] = "The answer; with `stream`, events whose `data` is one of these each" + (", and at the end `[DONE]`." if ERROR in EVENTS[path] else ".")
+        told["description"] = "The answer; with `stream`, events whose `data` is one of these each" + (", and at the end `[DONE]`." if Error in EVENTS[path] else ".")
         content["text/event-stream"] = {"schema": _one_of(EVENTS[path])}
     headers = {**(_TAKEN if extra.get("body") else {}), **(_SEED if path in EVENTS else {})}
     return {**told, "headers": headers} if headers else told
@@ -127,7 +129,7 @@ def _answer(path: str, extra: dict[str, Any]) -> dict[str, Any]:
 def _error(path: str, text: str) -> dict[str, Any]:
     """An error as the route words it; the lists of models in both ways."""
     theirs, both = path.startswith("/v1/messages"), path.startswith("/v1/models")
-    return {"description": text, "content": _json([THEIR_ERROR] if theirs else [ERROR, THEIR_ERROR] if both else [ERROR])}
+    return {"description": text, "content": _json([AnthropicError] if theirs else [Error, AnthropicError] if both else [Error])}
 
 
 def _json(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _requests(settings: ServerSettings) -> dict[str, Any]:
 
 def _answers() -> dict[str, Any]:
     """Schemas of the answers. What may be left out has a default in its model, which no answer has."""
-    found = _schemas([*(model for models in (*ANSWERS.values(), *EVENTS.values()) for model in models), ERROR, THEIR_ERROR])
+    found = _schemas([*(model for models in (*ANSWERS.values(), *EVENTS.values()) for model in models), Error, AnthropicError])
     for schema in found.values():
         for value in schema.get("properties", {}).values():
             value.pop("default", None)
