@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
     Endpoint = Callable[[Request], Awaitable[Response]]
+    Ends = Mapping[str, tuple[Endpoint, dict[str, str]]]
 
 __all__ = ["MAX_CONNECTIONS", "MAX_HEADER", "PUBLIC", "Gate", "Visit", "broken", "send_error", "send_json"]
 
@@ -126,13 +127,13 @@ class Gate:
         """One request."""
         if scope["type"] != "http":
             return
-        path, ends, parameters = self._route(scope["path"])
+        path, ends = self._route(scope["path"])
         known = path or scope["path"]
         theirs = known.startswith("/v1/messages") or (known.startswith("/v1/models") and bool(_values(scope, b"anthropic-version")))
         visit = Visit(self._request_id(scope), scope["method"], known, anthropic=theirs)
         scope["visit"] = visit
         if path is not None:
-            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": parameters}
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
         allowed_origin = self._named_origin(scope)  # also of what is refused: the page must be able to read why
 
         async def send_marked(message: Any) -> None:
@@ -165,7 +166,8 @@ class Gate:
             if key is not None and scope["method"] == "POST":
                 self._limits.enter(key)
                 entered, held, visit.charge = key, 1, charge
-            response = await ends[scope["method"]](Request(scope, receive))
+            endpoint, scope["path_params"] = ends[scope["method"]]
+            response = await endpoint(Request(scope, receive))
             await response(scope, receive, send_marked)
         except FastLLMError as error:
             await self._failed(send_marked, visit, error)
@@ -184,8 +186,8 @@ class Gate:
         if visit.status == 0:
             await send_error(send, visit, error)
 
-    def _route(self, given: str) -> tuple[str | None, Mapping[str, Endpoint], dict[str, str]]:
-        """The path of the route that will run, its endpoints by method, and what the path says. All routes are there with and without `/v1`."""
+    def _route(self, given: str) -> tuple[str | None, Ends]:
+        """The path of the route that will run; by method its endpoint, and what the path says to it. All routes are there with and without `/v1`."""
         path = given
         root = self._settings.root_path
         if root and (path == root or path.startswith(root + "/")):
@@ -193,14 +195,16 @@ class Gate:
         if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
             path = path[:-1]
         path = ALIASES.get(path.removeprefix("/v1"), path)
-        for form in [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]:
-            ends, parameters = dict(self._exact.get(form, ())), dict[str, str]()
+        forms = [path] if path.startswith("/v1/v1/") else [path, path[3:]] if path.startswith("/v1/") else [path, "/v1" + path]
+        for form in forms:
+            ends: dict[str, tuple[Endpoint, dict[str, str]]] = {}
             for pattern, more in self._patterns:
-                if match := pattern.match(form):
-                    ends, parameters = {**more, **ends}, match.groupdict()
+                if match := pattern.fullmatch(form):  # `$` alone is also before a line end
+                    ends |= {method: (endpoint, match.groupdict()) for method, endpoint in more.items()}
+            ends |= {method: (endpoint, {}) for method, endpoint in self._exact.get(form, {}).items()}
             if ends:
-                return form, ends, parameters
-        return None, {}, {}
+                return form, ends
+        return None, {}
 
     def _request_id(self, scope: Scope) -> str:
         given = _values(scope, b"x-request-id")
