@@ -330,20 +330,21 @@ def _message(kitchen: Kitchen, message: dict[str, Any], index: int) -> dict[str,
 
 
 def _cut_after(rendered: RenderedPrompt, last: Mapping[str, Any]) -> RenderedPrompt:
-    """The rendered prompt up to the end of the last message's own text, so that the answer goes on there."""
-    text = (last.get("content") or "").rstrip()
-    at = rendered.text.rfind(text) if text else -1
-    if at < 0:
+    """The rendered prompt up to the end of the last message's own text, so that the answer goes on there. It is looked for where a client's text is: what the
+    template writes behind it may have the same characters in it ("<", "end"). White space at its ends may be the template's to take."""
+    if last.get("tool_calls"):
+        raise InvalidRequest("the last message calls tools, so no answer can go on in its text", who="messages", fix="leave continue_final_message out", param="messages")
+    text = (last.get("content") or "").strip()
+    end, parts = -1, list(rendered.parts)
+    while text and parts and end < 0:
+        piece, trusted = parts.pop()
+        end = -1 if trusted else piece.rfind(text)
+    if end < 0:
         raise TemplateError(
             "the template does not write the last message's text, so no answer can go on there", fix="end the conversation with a text", param="messages"
         )
-    end, parts, position = at + len(text), [], 0
-    for piece, trusted in rendered.parts:
-        kept = piece[: max(end - position, 0)]
-        position += len(piece)
-        if kept:
-            parts.append((kept, trusted))
-    return RenderedPrompt(rendered.text[:end], tuple(parts))
+    parts.append((piece[: end + len(text)], False))
+    return RenderedPrompt("".join(piece for piece, _ in parts), tuple(parts))
 
 
 # completions --------------------------------------------------------------------------------------------------------------

@@ -215,6 +215,24 @@ def test_a_final_message_is_continued(http):
     assert chat == text
 
 
+@pytest.mark.parametrize("text", ["<", "|>", "end", "<|im_end|>", "\n{"])
+def test_a_final_message_is_continued_where_it_ends_and_not_in_a_marker_like_it(http, text):
+    prompt = http.post("/apply-template", json={"messages": HI, "add_generation_prompt": True}).json()["prompt"]
+    messages = [*HI, {"role": "assistant", "content": text}]
+    continued = http.post("/apply-template", json={"messages": messages, "continue_final_message": True}).json()["prompt"]
+    assert continued == prompt + text
+    counted = http.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
+    alone = http.post("/tokenize", json={"content": text, "parse_special": False}).json()["count"]
+    assert counted == http.post("/tokenize", json={"prompt": prompt}).json()["count"] + alone
+
+
+def test_a_final_message_with_calls_has_no_text_to_go_on_in(http):
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*HI, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    refused = http.post("/v1/chat/completions", json={"messages": messages, "continue_final_message": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
 def test_the_body_of_an_error_is_json_whatever_was_sent(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers={"content-type": "application/json"})
     assert answer.status_code == 400
