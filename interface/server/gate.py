@@ -12,6 +12,7 @@ import ipaddress
 import re
 import secrets
 import time
+from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -317,7 +318,8 @@ def broken(runtime: Runtime) -> tuple[dict[str, str], bytes]:
     runtime.metrics.answered(visit)
     runtime.log.access(visit)
     body = encode(error_body(error, visit.request_id)).encode()
-    head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", "x-content-type-options": "nosniff"}
+    head = {"date": formatdate(usegmt=True), "content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    head["x-content-type-options"] = "nosniff"
     return {**head, **error_headers(error), "x-request-id": visit.request_id, "request-id": visit.request_id}, body
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+from email.utils import parsedate_to_datetime
 
 import pytest
 
@@ -63,6 +64,7 @@ def test_what_is_no_http_is_a_bad_request_in_our_words(server, http, capsys, sen
     error = json.loads(body)["error"]
     assert (status, error["type"], headers["connection"]) == (400, "invalid_request_error", "close")
     assert headers["x-should-retry"] == "false"
+    assert parsedate_to_datetime(headers["date"]).tzinfo is not None  # RFC 9110, 6.6.1
     assert http.get("/live").status_code == 200
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if headers["x-request-id"] in line and "status=400" in line]
