@@ -12,7 +12,7 @@ import numpy as np
 
 from .numbers import Numbers
 
-__all__ = ["BLOCK_BYTES", "OWN", "PLAIN_BYTES", "ZERO_POINT", "decode", "encode_plain", "random_blocks"]
+__all__ = ["BLOCK_BYTES", "OWN", "PLAIN_BYTES", "SCALES", "ZERO_POINT", "decode", "encode_plain", "random_blocks"]
 
 Array = np.ndarray
 PLAIN_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -26,7 +26,8 @@ BLOCK_BYTES = {
 OWN = tuple(name for name in BLOCK_BYTES if name.startswith("int"))
 """Our own group formats: int4gN w = s · (q − z), int4gNs w = s · (q − 8), int8gN w = s · q, with s f16 at byte 0 and z at byte 2."""
 ZERO_POINT = tuple(name for name in OWN if name.startswith("int4") and not name.endswith("s"))
-_SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": (), "fp8g128": ()}
+SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": (), "fp8g128": ()}
+"""format -> bytes of a block at which an f16 scale or minimum begins, where it is not byte 0 alone."""
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float64)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 
@@ -35,7 +36,7 @@ def random_blocks(numbers: Numbers, format: str, count: int) -> Array:
     """u8 bytes of `count` values: every code occurs, scales of either sign around 0.02."""
     values, nbytes = BLOCK_BYTES[format]
     blocks = numbers.bytes(count // values * nbytes).reshape(-1, nbytes)
-    for at in _SCALES.get(format, (0,)):
+    for at in SCALES.get(format, (0,)):
         scale = (0.01 + 0.02 * np.abs(numbers.normal(len(blocks)))) * np.where(numbers.uniform(len(blocks)) < 0.5, -1, 1)
         blocks[:, at : at + 2] = scale.astype("<f2").view(np.uint8).reshape(-1, 2)
     if format in ZERO_POINT:  # one in eight is any byte

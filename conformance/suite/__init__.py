@@ -31,6 +31,7 @@ def all_cases() -> dict[str, Case]:
         properties,
         recurrent,
         sampling,
+        scales,
         serving,
         specials,
         steps,
@@ -38,7 +39,7 @@ def all_cases() -> dict[str, Case]:
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:
