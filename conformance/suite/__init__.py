@@ -34,12 +34,13 @@ def all_cases() -> dict[str, Case]:
         scales,
         serving,
         specials,
+        splits,
         steps,
     )
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales, splits)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:

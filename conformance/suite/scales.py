@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from .. import blocks, bounds, oracle
-from ..bench import In, Operand, Weight
 from ..case import Case, Outcome
 from ..numbers import Numbers
+from ..operands import In, Operand, Weight
 from ..session import Session
 from .common import bind, expect
 from .linear import block_of, kept_as_it_is, minimum_of
