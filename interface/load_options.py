@@ -38,22 +38,43 @@ def _log_message(line: str) -> None:
 class LoadOptions:
     """How a model is loaded.
 
-    backend: NAME[:DEVICE] or None (auto); backend_origin: who named it, for messages; backend_options: `key=value` pairs of that backend; threads: 0 = the backend's default;
-    ctx: longest sequence in tokens, None = the model's own, as far as memory allows; max_batch_size: sequences that run at the
-    same time; prefill_chunk: tokens per step; block_size: tokens per cache block; kv_cache_tokens: tokens the cache holds in
-    all, None = a full context for every sequence, as far as memory allows; kv_cache_bytes: the same in bytes; kv_dtype: how keys and
-    values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself; embedding: for vectors of
-    texts and not for answers; max_queue: requests that may wait; helpers: processes that will run beside this one, as a server's, for which memory is left free, too; schedule: who comes first, `fcfs` or `shortest-remaining`; fallback: policy when an op leaves its device;
-    compute_dtype: f32 = activations of linear layers are not rounded, None = what the backend takes by itself; dtype: convert weights while loading (int4, int8, bf16, …), None = as stored; group_size: weights that share a scale, for int4 and
-    int8 (32, 64, 128 or 256); no_quant_layer: regular expression, weights whose name matches keep their type; dtype_config: file with
-    rules for single weights, as of `fastllm convert`; moe_dtype: the type of routed experts; allow_requantize: quantise weights again that are quantised already;
-    chat_template: file with a template in place of the model's; tokenizer_from: folder or hub id whose tokenizer, template and sampling defaults are used;
-    lora: folders of adapters that are merged into the weights; cache_dir: folder for fetched models; verify: check the model as `fastllm verify` before it is loaded;
-    prefix_cache: keep and reuse the cache of earlier prompts; strict: every visible note is an error; self_test: False opens a backend
-    without the test of its first opening, None asks FASTLLM_SELF_TEST; plugins_file: a plugins.toml with
-    defaults for backends; plugin_paths: backends in Python files; offline: no network; verbose:
-    of ops that leave their device a line each, with the reason and its bytes per token, instead of one for all; message: gets a line for each thing that is done differently from
-    what was asked or expected, such as another backend; without it they are warnings of the logger `fastllm`.
+    backend: NAME[:DEVICE] or None (auto);
+    backend_origin: who named it, for messages;
+    backend_options: `key=value` pairs of that backend;
+    threads: 0 = the backend's default;
+    ctx: longest sequence in tokens, None = the model's own, as far as memory allows;
+    max_batch_size: sequences that run at the same time;
+    prefill_chunk: tokens per step;
+    block_size: tokens per cache block;
+    kv_cache_tokens: tokens the cache holds in all, None = a full context for every sequence, as far as memory allows;
+    kv_cache_bytes: the same in bytes;
+    kv_dtype: how keys and values are kept (f16, bf16, f32 or int8), None = what the backend takes by itself;
+    embedding: for vectors of texts and not for answers;
+    max_queue: requests that may wait;
+    helpers: processes that will run beside this one, as a server's, for which memory is left free, too;
+    schedule: who comes first, `fcfs` or `shortest-remaining`;
+    fallback: policy when an op leaves its device;
+    compute_dtype: f32 = activations of linear layers are not rounded, None = what the backend takes by itself;
+    dtype: convert weights while loading (int4, int8, bf16, …), None = as stored;
+    group_size: weights that share a scale, for int4 and int8 (32, 64, 128 or 256);
+    no_quant_layer: regular expression, weights whose name matches keep their type;
+    dtype_config: file with rules for single weights, as of `fastllm convert`;
+    moe_dtype: the type of routed experts;
+    allow_requantize: quantise weights again that are quantised already;
+    chat_template: file with a template in place of the model's;
+    tokenizer_from: folder or hub id whose tokenizer, template and sampling defaults are used;
+    lora: folders of adapters that are merged into the weights;
+    cache_dir: folder for fetched models;
+    verify: check the model as `fastllm verify` before it is loaded;
+    prefix_cache: keep and reuse the cache of earlier prompts;
+    strict: every visible note is an error;
+    self_test: False opens a backend without the test of its first opening, None asks FASTLLM_SELF_TEST;
+    plugins_file: a plugins.toml with defaults for backends;
+    plugin_paths: backends in Python files;
+    offline: no network;
+    verbose: of ops that leave their device a line each, with the reason and its bytes per token, instead of one for all;
+    message: gets a line for each thing that is done differently from what was asked or expected, such as another backend;
+        without it they are warnings of the logger `fastllm`.
     """
 
     backend: str | None = None

@@ -24,7 +24,8 @@ from .old_flags import OldFlag, old_flag
 __all__ = ["OWN_KEYS", "Command", "Group", "ModelArgument", "config_origin", "long_name", "model_argument", "refusal", "same_dashes"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-WORD = re.compile(r"true|false|on|off|yes|no|auto|none|[\d.]+", re.IGNORECASE)
+OPTION = re.compile(r"-[^\d.]")  # as `-p` and `--port`; `-1` is a value
+WORD = re.compile(r"true|false|on|off|yes|no|auto|none|-?[\d.]+", re.IGNORECASE)
 """Values that a flag takes of which it is not known whether it takes one."""
 OWN_VARIABLES = {"--backend": None, "--config": "FASTLLM_CONFIG_FILE"}
 """Options whose variable is not made of their name: FASTLLM_BACKEND is read where backends are chosen, FASTLLM_CONFIG is a folder."""
@@ -233,7 +234,7 @@ class Command(click.Command):
                 raise refusal(name, row)
             elif row.kind == "note":
                 notes.append(f"{name} has no effect: {row.text}")
-                if not equals and rest and ((row.takes > 0 and not rest[0].startswith("--")) or (row.takes < 0 and WORD.fullmatch(rest[0]))):
+                if not equals and rest and ((row.takes > 0 and not OPTION.match(rest[0])) or (row.takes < 0 and WORD.fullmatch(rest[0]))):
                     rest.popleft()
             elif row.text not in known:
                 raise foreign(row.text, f"{name} is {row.text} here, which")
@@ -266,7 +267,7 @@ class Group(click.Group):
 
 def _values(arg: str, option: click.Option, rest: deque[str]) -> list[str]:
     """The values that belong to an option of ours, which must not be read as flags."""
-    optional = not option.is_flag and isinstance(option.flag_value, str)  # such a value is never one that looks like a flag
+    optional = not option.is_flag and isinstance(option.flag_value, str | float)  # such a value is never one that looks like a flag
     if option.is_flag or option.count or optional or (not arg.startswith("--") and len(arg) > 2):
         return []
     return [rest.popleft() for _ in range(min(option.nargs, len(rest)))]

@@ -20,7 +20,7 @@ __all__ = ["Bell"]
 class Bell:
     """`answer()` is called on the loop after `ring()`, which any thread may call; also after several. `close` it on the loop.
 
-    Where a loop reads no pipes (Windows), or no such write can be called, it rings by `call_soon_threadsafe`.
+    Where there is no pipe to be had (no descriptor is left, or the loop is none that reads pipes), it rings by `call_soon_threadsafe`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answer: Callable[[], None]):

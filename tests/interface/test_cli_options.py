@@ -125,6 +125,28 @@ def test_values_of_options_are_not_read_as_flags(tiny_model):
     assert parsed("run", tiny_model, "-q", "-n", 3, "--low")["max_tokens"] == 3
 
 
+WITH_VALUE = [name.replace("*", "any") for row in OLD_FLAGS if row.kind == "note" and row.takes for name in row.names]
+
+
+@pytest.mark.parametrize("name", WITH_VALUE)
+def test_a_flag_without_effect_swallows_no_option_and_no_model(name):
+    """ftllm has most of them with a value; one that is left out must not cost the option behind it."""
+    for following in (["-p", "MODEL"], ["-n", "3"], ["--prompt", "x"], ["-q"], []):
+        assert ALL["run"]._written([name, *following], [], {}) == following
+        assert ALL["run"]._written([name, "1", *following], [], {}) == following
+        assert ALL["run"]._written([f"{name}=1", *following], [], {}) == following
+    assert ALL["run"]._written([name, "-1", "MODEL"], [], {}) == ["MODEL"]
+
+
+def test_an_option_whose_value_may_be_left_out_swallows_no_flag():
+    optional = [(c, p) for c in ALL.values() for p in c.params if isinstance(p, click.Option) and p._flag_needs_value]
+    assert {long_name(p) for _, p in optional} >= {"--embedding", "--soak"}
+    for command, option in optional:
+        notes = []
+        assert command._written([long_name(option), "--low", "--amx", "on"], notes, {}) == [long_name(option)]
+        assert [line.split()[0] for line in notes] == ["--low", "--amx"]
+
+
 def test_a_flag_without_effect_is_one_line_and_an_error_under_strict(run, tiny_model):
     asked = ("run", tiny_model, "--prompt", "x", *GREEDY)
     plain, noted = run(*asked), run(*asked, "--cache_fast", "true", "-l", "--autotune_layers")
