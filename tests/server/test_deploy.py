@@ -63,6 +63,10 @@ def test_behind_nginx_streams_flow_and_a_client_that_goes_is_seen(start, nginx, 
                     break
                 except httpx2.ConnectError:
                     assert time.monotonic() < limit
+            address = str(http.base_url).rpartition("/llm")[0]  # what a browser says of the page, which is at a port of its own
+            own = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, headers={"origin": address})
+            assert (own.status_code, http.get("/", headers={"origin": address}).status_code) == (200, 200)
+            assert http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
             held = brake(server)
             body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as answer:
