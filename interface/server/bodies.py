@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..core.errors import InvalidRequest, ModelFileError, ModelNotFound, UnsupportedContent
 from ..formats.json_text import parse_json
-from .schemas import BODIES, Body, Message
+from .schemas import BODIES, AllowedChoice, Body, Document, Message, NamedChoice
 
 if TYPE_CHECKING:
     from ..text import ChatTemplate
@@ -133,21 +133,23 @@ def _unknown(body: BaseModel, template: ChatTemplate | None, where: str = "") ->
 
 
 def explain(error: ValidationError) -> InvalidRequest:
-    """The first fault of a body, with the path of the field."""
+    """The first fault of a body, with the path of the field; where a field has several forms, that of the form which the value comes closest to."""
     faults = error.errors(include_url=False, include_context=False, include_input=True)
     first = faults[0]
-    shared = first["loc"][0] if first["loc"] else ""
-    mine = [f for f in faults if f["loc"][:1] == (shared,)]
-    if any(f["type"] != first["type"] for f in mine):  # a union: each of its forms complains; the one that is of the right type knows best
-        mine = [f for f in mine if not f["type"].endswith("_type")] or mine
-        first = mine[0]
-        longest = max(mine, key=lambda f: len([p for p in f["loc"] if isinstance(p, int)]))
-        first = longest if any(isinstance(p, int) for p in longest["loc"]) else first
+    at = next((place for place, part in enumerate(first["loc"]) if _is_form(part)), None)
+    while at is not None:
+        forms: dict[Any, list[Any]] = {}
+        for fault in faults:
+            if fault["loc"][:at] == first["loc"][:at] and len(fault["loc"]) > at:
+                forms.setdefault(fault["loc"][at], []).append(fault)
+        faults = min(forms.values(), key=lambda found: _distance(found, at + 1))
+        first = faults[0]
+        at = next((place for place in range(at + 1, len(first["loc"])) if _is_form(first["loc"][place])), None)
     path = ""
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not any(c in part for c in "[(-") and part not in ("str", "int", "list"):
+        elif not _is_form(part):
             path += f".{part}" if path else part
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", who=path, fix=f"send {path}", param=path)
@@ -155,6 +157,22 @@ def explain(error: ValidationError) -> InvalidRequest:
     value = first["input"]
     shown = f" is {value!r:.60}" if isinstance(value, (int, float, str)) else f" is {_article(_kind(value))}"
     return InvalidRequest(f"{path}{shown}: {said}", who=path, param=path)
+
+
+_FORMS: Final = frozenset({"str", "int", "list", *(kind.__name__ for kind in (Document, NamedChoice, AllowedChoice))})
+
+
+def _is_form(part: int | str) -> bool:
+    """Whether a part of a fault's place is pydantic's name for one of several forms, and none of a field."""
+    return isinstance(part, str) and (part in _FORMS or any(c in part for c in "[(-"))
+
+
+def _distance(found: Sequence[Any], depth: int) -> tuple[bool, int, int, int, bool]:
+    """How far a value is from a form that has these faults: another type altogether; else their number, how early the first of them comes, and whether
+    that is of a type. depth: parts that lead to the value."""
+    place, kind = found[0]["loc"][depth:], str(found[0]["type"])
+    mismatch = not place and kind.endswith(("_type", "literal_error"))
+    return mismatch, len(found), -len(place), -place[0] if place and isinstance(place[0], int) else 0, kind.endswith("_type")
 
 
 def _article(kind: str) -> str:

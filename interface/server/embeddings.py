@@ -108,7 +108,8 @@ class RerankWriter(_Whole):
         """Jina's object, or TEI's list."""
         detail = self._vectors.ready.detail
         query = self._vectors.unit(0).astype(np.float64)
-        scores = [float((self._vectors.unit(i) * query).sum()) for i in range(1, len(self._vectors.ready.prompts))]
+        cosines = ((self._vectors.unit(i) * query).sum() for i in range(1, len(self._vectors.ready.prompts)))
+        scores = [float(np.clip(cosine, -1.0, 1.0)) for cosine in cosines]  # of the same text it is 1, and rounded a bit above
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: detail["top_n"]]
         texts = detail["texts"]
         if detail["tei"]:

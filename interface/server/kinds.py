@@ -140,8 +140,9 @@ def prepare_responses_count(kitchen: Kitchen, raw: bytes) -> Prepared:
 
 def _embed_prompts(kitchen: Kitchen, ready: Prepared, prompts: list[Any], field: str) -> None:
     ready.params = SamplingParams(max_tokens=0, n=1, temperature=0.0)
-    for prompt in prompts:
-        add_prompt(kitchen, ready, encode_prompt(kitchen, prompt, field), None, field)
+    for number, prompt in enumerate(prompts):
+        own = field if len(prompts) == 1 else f"{field}[{number}]"
+        add_prompt(kitchen, ready, encode_prompt(kitchen, prompt, own), None, own)
 
 
 def prepare_embeddings(kitchen: Kitchen, raw: bytes) -> Prepared:

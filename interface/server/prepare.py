@@ -144,8 +144,9 @@ def add_prompt(kitchen: Kitchen, ready: Prepared, ids: list[int], asked: int | N
 def overflow(kitchen: Kitchen, count: int, field: str, *, at_least: bool = False) -> ContextOverflow:
     """The prompt has (at least) so many tokens, and the context does not hold them."""
     least = "at least " if at_least else ""
+    room = "" if count > kitchen.n_ctx else " and leaves no room for a new one"
     return ContextOverflow(
-        f"the prompt has {least}{count} tokens and leaves no room for a new one: the limit is {kitchen.n_ctx}",
+        f"the prompt has {least}{count} tokens{room}: the limit is {kitchen.n_ctx}",
         fix="shorten the prompt, or start with a larger --ctx",
         n_prompt_tokens=count,
         n_ctx=kitchen.n_ctx,
@@ -369,9 +370,10 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
         said = f"{len(prompts)} prompts with n {n} are {len(prompts) * n} answers; one request has at most {MAX_PROMPTS}"
         raise InvalidRequest(said, who="n" if n > 1 else "prompt", fix="send fewer prompts, or lower n", param="n" if n > 1 else "prompt")
     echo = []
-    for one in prompts:
-        ids = encode_prompt(kitchen, one)
-        add_prompt(kitchen, ready, ids, body.max_tokens)
+    for number, one in enumerate(prompts):
+        field = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
+        ids = encode_prompt(kitchen, one, field)
+        add_prompt(kitchen, ready, ids, body.max_tokens, field)
         if body.echo:
             echo.append(one if isinstance(one, str) else kitchen.tokenizer.decode(ids, skip_special=False))
     ready.echo = echo or None

@@ -93,6 +93,31 @@ def test_ranking_is_by_cosine_in_both_shapes(embedder):
     assert [r["index"] for r in tei] == order[:2]
 
 
+def test_a_text_is_no_more_like_a_query_than_itself(embedder):
+    texts = [f"{word} {number}" for word in TEXTS for number in range(16)]
+    for query in texts[::8]:
+        ranked = embedder.client.post("/v1/rerank", json={"query": query, "documents": texts}).json()["results"]
+        assert all(-1 <= one["relevance_score"] <= 1 for one in ranked)
+        assert ranked[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+        ("/v1/embeddings", {"input": [""]}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": [[70], [70] * 1025]}, "input[1]"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"image": "x"}]}, "documents[1].text"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", "b", ""]}, "documents[2]"),
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+    ],
+)
+def test_the_text_that_is_refused_is_named(embedder, path, body, param):
+    refused = embedder.client.post(path, json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
 def test_the_other_routes_are_refused_each_way(embedder, server):
     refused = embedder.client.post("/v1/completions", json={"prompt": "a"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_content")
