@@ -297,7 +297,7 @@ class Gate:
     async def _preflight(self, scope: Scope, send: Send, origin: str) -> None:
         """What a browser asks before it lets a page call. An allowed page may send every header that it asks for: the libraries of both
         interfaces have a dozen of their own (x-stainless-*, anthropic-*, openai-*)."""
-        headers = {"allow": _METHODS, "content-length": "0"}
+        headers = {"allow": _METHODS}
         if origin:
             asked = [name.strip().lower() for value in _values(scope, b"access-control-request-headers") for name in value.split(",")]
             named = [name for name in asked[:MAX_ASKED] if _HEADER_NAME.fullmatch(name)]

@@ -89,6 +89,7 @@ def test_preflights_need_no_key_and_allow_named_origins_only(guarded):
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     answer = status(guarded, {**ask, "origin": "https://chat.example"}, "/v1/chat/completions", "OPTIONS")
     assert answer.status_code == 204
+    assert not {"content-length", "transfer-encoding"} & set(answer.headers)  # RFC 9110, 8.6, and RFC 9112, 6.1
     assert "authorization" in answer.headers["access-control-allow-headers"]
     assert status(guarded, {**ask, "origin": "https://evil.example"}, "/v1/chat/completions", "OPTIONS").status_code == 403
 
