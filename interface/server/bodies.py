@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -142,9 +143,10 @@ def explain(error: ValidationError) -> InvalidRequest:
         for fault in faults:
             if fault["loc"][:at] == first["loc"][:at] and len(fault["loc"]) > at:
                 forms.setdefault(fault["loc"][at], []).append(fault)
-        faults = min(forms.values(), key=lambda found: _distance(found, at + 1))
+        value = at + 1
+        faults = min(forms.values(), key=partial(_distance, depth=value))
         first = faults[0]
-        at = next((place for place in range(at + 1, len(first["loc"])) if _is_form(first["loc"][place])), None)
+        at = next((place for place in range(value, len(first["loc"])) if _is_form(first["loc"][place])), None)
     path = ""
     for part in first["loc"]:
         if isinstance(part, int):
@@ -154,8 +156,8 @@ def explain(error: ValidationError) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing", who=path, fix=f"send {path}", param=path)
     said = first["msg"][:1].lower() + first["msg"][1:]
-    value = first["input"]
-    shown = f" is {value!r:.60}" if isinstance(value, (int, float, str)) else f" is {_article(_kind(value))}"
+    given = first["input"]
+    shown = f" is {given!r:.60}" if isinstance(given, (int, float, str)) else f" is {_article(_kind(given))}"
     return InvalidRequest(f"{path}{shown}: {said}", who=path, param=path)
 
 
