@@ -93,6 +93,7 @@ class Answer:
         _end_with_parent()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
+        self._dumps = json.dumps  # as it is now: a plug-in may put another in its place
         faulthandler.dump_traceback_later(0.8 * timeout_s)
 
     def stage(self, name: str) -> None:
@@ -102,13 +103,13 @@ class Answer:
 
     def so_far(self, said: Mapping[str, Any]) -> None:
         """The answer, if nothing better comes: what is asked next may crash or hang, and leaves this as it is."""
-        self._out.write(SO_FAR + json.dumps(said, default=str) + "\n")
+        self._out.write(SO_FAR + self._dumps(said, default=str) + "\n")
         self._out.flush()
 
     def end(self, said: Mapping[str, Any]) -> NoReturn:
         """Answers, and ends the process: exit handlers and threads of a driver have no say any more."""
         faulthandler.cancel_dump_traceback_later()
-        self._out.write(json.dumps(said, default=str) + "\n")
+        self._out.write(self._dumps(said, default=str) + "\n")
         self._out.close()
         sys.stderr.flush()
         os._exit(0)

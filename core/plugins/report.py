@@ -23,7 +23,7 @@ from ..errors import (
     FastLLMError,
     UsageError,
 )
-from .config import PluginsConfig, close_matches
+from .config import NAME_PATTERN, PluginsConfig, close_matches
 from .discovery import DISTRIBUTION, Candidate, Source
 
 __all__ = ["BackendState", "blamed", "broken", "config_options", "describe", "given_options", "one_line", "state_name", "upgrade"]
@@ -133,6 +133,8 @@ def _fixes(candidate: Candidate, cause: BaseException | None) -> str:
         fixes = [f'pip install "{source.distribution}[runtime]"']
     else:
         fixes = [upgrade(source)]
+    if candidate.name and not NAME_PATTERN.fullmatch(candidate.name):  # may hold anything: no command with it can be pasted
+        return "  |  ".join([*fixes, f'pip uninstall "{source.distribution}"'])
     if candidate.name and candidate.name != "ref":
         fixes.append(f"skip it: FASTLLM_DISABLE_PLUGINS={candidate.name}")
     if candidate.name:

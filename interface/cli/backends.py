@@ -14,6 +14,9 @@ from .command import Group
 
 __all__ = ["backends_command"]
 
+NAME_CHARS = 32
+"""The longest name that a backend may have: one that claims a longer one is shown as broken, and does not push the others' columns away."""
+
 _shared = (
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     click.option("--plugins-file", type=click.Path(dir_okay=False, path_type=Path), help="A plugins.toml with defaults for backends."),
@@ -59,14 +62,15 @@ def list_backends(as_json: bool, plugins_file: Path | None, plugin_paths: tuple[
     if as_json:
         click.echo(json.dumps([{**s.as_dict(), "conformance": published[s.name]} for s in states], indent=1))
         return
-    width = max((len(s.name) for s in states), default=4)
+    names = {s.name: s.name if len(s.name) <= NAME_CHARS else f"{s.name[: NAME_CHARS - 1]}…" for s in states}
+    width = max(map(len, names.values()), default=4)
     click.echo(f"{'NAME':{width}}  {'STATE':12} {'PRIORITY':>8}  {'NATIVE':6}  {'LEVEL':9}  DEVICES OR REASON")
     for s in states:
         devices = ", ".join(d.name for d in s.devices)
         note = devices or ": ".join(filter(None, (s.reason, s.hint)))
         priority = "-" if s.priority is None else s.priority
         native, level = standing_of(published[s.name])
-        click.echo(escape_controls(f"{s.name:{width}}  {s.state:12} {priority:>8}  {native or '-':6}  {level or 'no report':9}  {note}"))
+        click.echo(escape_controls(f"{names[s.name]:{width}}  {s.state:12} {priority:>8}  {native or '-':6}  {level or 'no report':9}  {note}"))
 
 
 @backends_command.command("show")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -319,3 +320,18 @@ def test_an_error_that_nobody_understands_names_whose_code_ran_beside_it(fastllm
     assert done.returncode == 1
     assert f"who: beside {path}" in done.stderr
     assert "first without what ran in this process" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "shown"), [("a" * 400, "a" * 31 + "…"), ("../../etc/x", "../../etc/x"), ("a\x1b[31mred", "a\\x1b[31mred")])
+def test_a_name_that_no_backend_may_have_keeps_the_list_in_its_columns_and_its_fix_can_be_pasted(run, tmp_path, monkeypatch, name, shown):
+    info = tmp_path / "odd_name-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-name\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[fastllm.backends]\n{name} = odd.plugin\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    listed = run("backends", "list")
+    assert listed.code == 0, listed.err
+    assert max(line.index("STATE") for line in listed.out.splitlines()[:1]) <= 34
+    line = next(line for line in listed.out.splitlines() if line.startswith(shown))
+    assert " broken " in line
+    assert line.endswith('pip install --upgrade "odd-name"  |  pip uninstall "odd-name"')

@@ -47,6 +47,14 @@ def test_a_crash_is_a_line_with_its_place(site, env, plugin, body, detail):
         assert ".py:" in report.detail
 
 
+def test_a_plug_in_that_replaces_what_the_child_answers_with_changes_neither_answer_nor_stage(site, env, plugin):
+    site.install(plugin(head="import json\njson.dumps = lambda *given, **more: 'BAD'", probe=probing("raise OSError('no firmware')")))
+    report = probe_in_child("acme_npu", 120, env=env)
+    assert (report.outcome, report.stage) == ("answered", "probe"), report
+    assert report.state["state"] == "broken"
+    assert "OSError: no firmware" in report.state["reason"]
+
+
 def test_a_hang_ends_at_the_limit_with_what_it_started(site, env, plugin):
     hang = "import subprocess, threading; print('started', subprocess.Popen(['cat', '/dev/zero'], stdout=-3).pid, flush=True)\n    threading.Event().wait()"
     site.install(plugin(probe=probing(hang)))
