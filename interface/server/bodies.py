@@ -45,13 +45,19 @@ _RESPONSES_REFUSED: Final = _CHAT_TEMPLATE | {
     "background": "",
     "prompt": "",
     "max_tool_calls": "",
+    "response_format": "send text.format",
 }
-_MESSAGES_REFUSED: Final = _CHAT_TEMPLATE | {"container": "", "mcp_servers": "", "output_format": "send output_config.format"}
+_MESSAGES_REFUSED: Final = _CHAT_TEMPLATE | {
+    "container": "",
+    "mcp_servers": "",
+    "output_format": "send output_config.format",
+    "response_format": "send output_config.format",
+}
 REFUSED: Final[dict[str, dict[str, str]]] = {
     "chat": _CHAT_REFUSED,
     "template": _CHAT_REFUSED,
     "input_tokens": _CHAT_REFUSED,
-    "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt"},
+    "completion": _COMMON_REFUSED | {"suffix": "put the text into the prompt", "tools": "send a chat, to /v1/chat/completions"},
     "responses": _RESPONSES_REFUSED,
     "responses_count": _RESPONSES_REFUSED,
     "messages": _MESSAGES_REFUSED,

@@ -52,7 +52,7 @@ def wanted_constraint(body: Sampling) -> dict[str, Any] | None:
         if not any(str(f["param"]).startswith("structured_outputs.") for f in found):
             param = "structured_outputs"
             raise InvalidRequest(f"{param} says nothing about the form", who=param, fix="send json, regex, choice or grammar", param=param)
-    if (format := _response_format(getattr(body, "response_format", None))) is not None:
+    if (format := _response_format(body.response_format)) is not None:
         found.append(format)
     if len(found) > 1:
         first, second = (str(f["param"]) for f in found[:2])

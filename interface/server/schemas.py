@@ -113,6 +113,7 @@ class Sampling(Body):
     guided_grammar: str | None = Field(None, description="As structured_outputs.grammar.")
     json_schema: dict[str, Any] | bool | None = Field(None, description="As structured_outputs.json.")
     grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    response_format: Annotated[dict[str, Any], Field(json_schema_extra=RESPONSE_FORMAT)] | None = Field(None, description="What the answer must look like.")
 
 
 class Message(Body):
@@ -182,7 +183,6 @@ class ChatBody(Sampling):
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
     chat_template: str | None = Field(None, description="Only with --allow-request-template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
-    response_format: Annotated[dict[str, Any], Field(json_schema_extra=RESPONSE_FORMAT)] | None = Field(None, description="What the answer must look like.")
     reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high.")
     thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")

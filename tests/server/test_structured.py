@@ -109,6 +109,26 @@ def test_each_other_way_to_say_it(client, http):
     assert all(fits(json.loads(c.message.content)) for c in ask(client, extra_body=wrapped).choices)
 
 
+def test_a_completion_has_the_form_of_a_chat_and_other_routes_name_their_own(http):
+    for format, check in (({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, fits), ({"type": "json_object"}, lambda value: isinstance(value, dict))):
+        done = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 400, "temperature": 0.6, "seed": 2, "response_format": format})
+        assert "x-fastllm-ignored" not in done.headers
+        if (choice := done.json()["choices"][0])["finish_reason"] == "stop":
+            assert check(json.loads(choice["text"]))
+        else:
+            assert choice["text"].lstrip().startswith("{")
+    format = {"type": "json_object"}
+    for path, body, instead in (
+        ("/v1/responses", {"input": "Hi"}, "text.format"),
+        ("/v1/responses/input_tokens", {"input": "Hi"}, "text.format"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}, "output_config.format"),
+    ):
+        refused = http.post(path, json={**body, "response_format": format})
+        assert (refused.status_code, instead in refused.text) == (400, True)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert http.post("/v1/completions", json={"prompt": "Hi", "tools": tools}).json()["error"]["param"] == "tools"
+
+
 def test_a_grammar_that_cannot_be_followed_any_more_is_named(http, parse, monkeypatch):
     body = {"prompt": "Hi", "max_tokens": 9, "guided_regex": "[ab]{9,40}"}
     assert http.post("/v1/completions", json=body).status_code == 200
