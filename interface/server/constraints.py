@@ -1,20 +1,18 @@
 """What an answer must look like: from the fields of a body to a compiled grammar.
 
 The preparation process finds out what is wanted (`wanted_constraint`, plain data in `Prepared.constraint`); the server compiles it in a
-worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400. What would take too long is found out
-before, in a process for that alone (`ReadLimit`).
+worker thread (`Compilation`), before the first byte of an answer, so that what cannot be enforced is a 400. What would take too long, or cannot be
+followed, is found out before, in a process for that alone (`read_limit`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from ..core.errors import FastLLMError, InvalidRequest, InvalidSchema, OutOfMemory, Unavailable
+from ..core.errors import InvalidRequest, InvalidSchema, Unavailable
 from ..text.json_schema import refused
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from .prepare import Prepared
     from .schemas import Sampling
 
-__all__ = ["Compilation", "ReadLimit", "compile_constraint", "too_slow", "wanted_constraint"]
+__all__ = ["Compilation", "compile_constraint", "refuse", "wanted_constraint"]
 
 MAX_WAITING: Final = 64
 
@@ -132,57 +130,14 @@ def _free(ready: Prepared, error: InvalidSchema) -> None:
         ready.output["held"] = False
 
 
-def too_slow(ready: Prepared, limit_s: float) -> None:
-    """Its grammar takes more than limit_s of a processor to read. Tool calls that need not be held are free then, with a warning. Raises InvalidSchema."""
+def refuse(ready: Prepared, why: str) -> None:
+    """Its grammar cannot be read or followed. Tool calls that need not be held are free then, with a warning. Raises InvalidSchema."""
     wanted = ready.constraint
     assert wanted is not None
-    error = refused(f"it takes more than {limit_s:g} s to read", "", wanted["param"], "simplify it")
+    error = refused(why, "", wanted["param"], "simplify it")
     if not wanted.get("optional"):
         raise error
     _free(ready, error)
-
-
-class ReadLimit:
-    """Finds out whether a grammar can be read in a time, in a process that can be ended: a thread in the library cannot. What is read in time is
-    compiled once more for the model (`Compilation`), which then takes about as long. compiler: makes one that keeps nothing (`timing_only`).
-
-    spent: something is still being read, and this process is good for nothing else.
-    """
-
-    def __init__(self, compiler: Callable[[], GrammarCompiler]):
-        self._make = compiler
-        self._compiler: GrammarCompiler | None = None
-        self.spent = False
-
-    def __call__(self, constraint: dict[str, Any], limit_s: float) -> bool:
-        """Whether it was read in limit_s of the processor; other faults are found when it is compiled. Raises OutOfMemory where no thread can be started."""
-        from .prepare import Prepared
-
-        if self._compiler is None:
-            try:
-                self._compiler = self._make()
-            except FastLLMError:  # whoever compiles it will say so
-                return True
-        done, started = threading.Event(), time.process_time()
-        args = (self._compiler, Prepared(constraint=constraint), done)
-        thread = threading.Thread(target=_try_to_read, args=args, name="fastllm-read", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise OutOfMemory("there is no room to read a grammar", why=str(error), fix="free memory, or raise the limit of memory or threads", kind="host") from None
-        while not self.spent and not done.wait(0.05):
-            self.spent = time.process_time() - started > limit_s
-        return not self.spent
-
-
-def _try_to_read(compiler: GrammarCompiler, ready: Prepared, done: threading.Event) -> None:
-    assert ready.constraint is not None
-    try:
-        _held(compiler, ready.constraint, ready)
-    except BaseException:  # whatever it is, who compiles it will say so
-        pass
-    finally:
-        done.set()
 
 
 def _held(compiler: GrammarCompiler, wanted: dict[str, Any], ready: Prepared) -> Callable[[], Held]:

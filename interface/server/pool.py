@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ..core import errors
 from ..core.errors import EngineError, FastLLMError, TemplateError, Unavailable
-from .constraints import too_slow
+from .constraints import refuse
 from .preparer import GRAMMAR, HEAD, unpack_prepared
 from .settings import READ_S
 
@@ -157,7 +157,7 @@ class PreparerPool:
         self._deadline_s, self._read_s, self._read_deadline_s = deadline_s, read_s, max(deadline_s, READ_WALL * read_s)
         self._preparing, self._reading = _Lane("prepares requests", settings, size), _Lane("reads grammars", settings, 1)
         self._waiting = self._grammars = 0  # requests in each
-        self._known: OrderedDict[str, float] = OrderedDict()  # grammar -> 0: read in time; else until when (`time.monotonic`) it is refused
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # grammar -> why it is refused ("": it is not), and until when (`time.monotonic`)
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -165,8 +165,8 @@ class PreparerPool:
         self._preparing.idle.append(await self._preparing.new())
 
     async def prepare(self, kind: str, body: bytes) -> Any:
-        """What `kinds.prepare` makes of a body, whose grammar can be read in time. Raises its errors, TemplateError if it takes too
-        long, InvalidSchema if the grammar does, Unavailable."""
+        """What `kinds.prepare` makes of a body, whose grammar can be read in time, and followed. Raises its errors, TemplateError if it takes too
+        long, InvalidSchema if the grammar does, or grows beyond limits, Unavailable."""
         if self._waiting >= MAX_WAITING:
             raise Unavailable("too many requests are being read", fix="try again later", retry_after_s=1)
         self._waiting += 1
@@ -180,12 +180,12 @@ class PreparerPool:
         finally:
             self._waiting -= 1
         ready = unpack_prepared(header["ok"], data)
-        if header["grammar"] is not None and not await self._in_time(header["grammar"], ready.constraint):
-            too_slow(ready, self._read_s)
+        if header["grammar"] is not None and (why := await self._fault(header["grammar"], ready.constraint)):
+            refuse(ready, why)
         return ready
 
-    async def _in_time(self, key: str, constraint: dict[str, Any]) -> bool:
-        """Whether a grammar can be read in time. Raises EngineError, OutOfMemory, Unavailable."""
+    async def _fault(self, key: str, constraint: dict[str, Any]) -> str:
+        """Why a grammar cannot be read in time, or followed; "" if it can. Raises EngineError, OutOfMemory, Unavailable."""
         known = self._verdict(key)
         if known is not None:
             return known
@@ -199,15 +199,15 @@ class PreparerPool:
         finally:
             self._grammars -= 1
 
-    def _verdict(self, key: str) -> bool | None:
-        """What is known of it."""
-        until = self._known.get(key)
-        if until and until < time.monotonic():
+    def _verdict(self, key: str) -> str | None:
+        """What is known of it, as `_fault` says it."""
+        until, why = self._known.get(key, (0.0, None))
+        if why and until < time.monotonic():
             del self._known[key]
             return None
-        return None if until is None else not until
+        return why
 
-    async def _read(self, key: str, constraint: dict[str, Any]) -> bool:
+    async def _read(self, key: str, constraint: dict[str, Any]) -> str:
         body = json.dumps({"constraint": constraint, "limit_s": self._read_s}).encode()
         try:
             header, _ = await self._reading.ask(GRAMMAR, body, self._read_deadline_s)
@@ -216,11 +216,11 @@ class PreparerPool:
         finally:
             if not self._reading.idle:  # it was ended, and is there again when the next grammar comes
                 self._refilling = asyncio.create_task(self._reading.refill())
-        in_time: bool = header["ok"]
-        self._known[key] = 0.0 if in_time else time.monotonic() + REFUSED_S
+        why: str = header["ok"]
+        self._known[key] = time.monotonic() + REFUSED_S, why
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        return in_time
+        return why
 
     @property
     def pids(self) -> list[int]:

@@ -101,8 +101,8 @@ def _key(ready: Any) -> str | None:
 def main() -> None:
     """Serves until the parent closes the socket."""
     from ..core.errors import FastLLMError, OutOfMemory
-    from .constraints import ReadLimit
     from .kinds import prepare
+    from .read_limit import ReadLimit
 
     limit = ReadLimit(lambda: _timing_compiler(kitchen))
     with socket.socket(fileno=int(sys.argv[1])) as stream:

@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastllm.core.errors import InvalidSchema, OutOfMemory
-from fastllm.server.constraints import ReadLimit, too_slow
+from fastllm.server.constraints import refuse
 from fastllm.server.prepare import Prepared
 from fastllm.server.preparer import GRAMMAR, HEAD
+from fastllm.server.read_limit import ReadLimit
 from fastllm.text import Tokenizer
 from fastllm.text.grammar import GrammarCompiler
 from tests.interface.conftest import byte_tokenizer
@@ -42,7 +43,7 @@ class Stuck:
         while not self.end.is_set():
             pass
 
-    def calls(self, source, param, **_):
+    def bundle(self, source, param):
         self.json_schema(source, param)
 
 
@@ -53,26 +54,27 @@ def stuck():
     made.end.set()
 
 
+SLOWLY = "it takes more than 0.1 s to read"
 WANTED = {"kind": "json_schema", "source": {}, "param": "text.format"}
 
 
 def test_what_takes_too_long_is_told_and_the_process_is_spent(stuck):
     limit = ReadLimit(lambda: stuck)
-    assert not limit(WANTED, 0.1)
+    assert limit(WANTED, 0.1) == SLOWLY
     assert limit.spent
 
 
 def test_calls_are_read_too(stuck):
     limit = ReadLimit(lambda: stuck)
-    assert not limit({"kind": "calls", "source": [], "param": "tools", "optional": True}, 0.1)
+    assert limit({"kind": "calls", "source": [{"source": "{}"}], "param": "tools", "optional": True}, 0.1) == SLOWLY
 
 
 def test_it_is_refused_by_name_and_calls_that_need_not_be_held_are_free():
     with pytest.raises(InvalidSchema, match=r"text\.format: it takes more than 0\.1 s to read") as refused:
-        too_slow(Prepared(constraint=WANTED), 0.1)
+        refuse(Prepared(constraint=WANTED), SLOWLY)
     assert refused.value.fields["param"] == "text.format"
     ready = Prepared(constraint={"kind": "calls", "source": [], "param": "tools", "optional": True}, output={"one": False, "held": True})
-    too_slow(ready, 0.1)
+    refuse(ready, SLOWLY)
     assert ready.constraint is None
     assert ready.output == {"one": False, "held": False}
     assert "takes more than 0.1 s" in ready.warnings[0]
@@ -82,7 +84,7 @@ def test_only_the_time_of_the_processor_counts(stuck):
     stuck.json_schema = lambda source, param: stuck.end.wait(30)
     limit = ReadLimit(lambda: stuck)
     threading.Timer(0.5, stuck.end.set).start()
-    assert limit(WANTED, 0.2)
+    assert limit(WANTED, 0.2) == ""
     assert not limit.spent
 
 
@@ -100,8 +102,53 @@ def test_where_no_thread_can_be_started_there_is_too_little_memory(stuck, monkey
 def test_other_faults_are_left_to_whoever_compiles_it():
     limit = ReadLimit(lambda: GrammarCompiler(tokenizer(), 300, timing_only=True))
     for wanted in ({"kind": "json_schema", "source": {"not": {}}}, {"kind": "regex", "source": "("}, {"kind": "json_schema", "source": SCHEMA}):
-        assert limit({**wanted, "param": "p"}, 60.0)
+        assert limit({**wanted, "param": "p"}, 60.0) == ""
     assert not limit.spent
+
+
+GROWS = "((a{1,100}){1,100}){1,100}"  # whose hundredth letter may be in a hundred thousand places
+GROWING = {
+    "at once": ("regex", GROWS),
+    "later": ("regex", f"x[0-9]{{20}}{GROWS}!"),
+    "of two letters": ("regex", "(((ab){1,100}){1,100}){1,100}"),
+    "of no letters": ("regex", "(((é){1,100}){1,100}){1,100}"),
+    "with blanks": ("regex", r"(([a-z]{1,40} ?){1,40}\n?){1,40}"),
+    "in a schema": ("json_schema", {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}, "p": {"pattern": f"^{GROWS}$", "type": "string"}}, "required": ["n", "s", "p"]}),
+    "in Lark": ("grammar", f"start: A\nA: /{GROWS}/"),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_what_grows_beyond_the_librarys_limits_is_found_before_an_answer(name):
+    kind, source = GROWING[name]
+    limit = ReadLimit(lambda: GrammarCompiler(tokenizer(), 300, timing_only=True))
+    why = limit({"kind": kind, "source": source, "param": "p"}, 60.0)
+    assert why.startswith("a text of it needs more work than one token may take (")
+    assert not limit.spent
+    call = json.dumps({"grammars": [{"lark_grammar": f"start: /call {GROWS}/"}]})
+    assert limit({"kind": "calls", "source": [{"source": call}], "param": "tools", "optional": True}, 60.0) == why
+
+
+@pytest.mark.parametrize("pattern", ["(a{1,100}){1,100}", r"((([a-z]{1,20} ){1,20}\. ){1,20}\n){1,20}", "a{1,100000}", "(.*a){60}", "(a|aa){1,400}", "é+", "[^a-zA-Z0-9]+", "x"])
+def test_counted_repetitions_that_can_be_followed_are_taken(pattern):
+    limit = ReadLimit(lambda: GrammarCompiler(tokenizer(), 300, timing_only=True))
+    assert limit({"kind": "regex", "source": pattern, "param": "p"}, 60.0) == ""
+
+
+def test_it_is_a_bad_request_that_names_the_field_and_calls_that_need_not_be_held_are_free(http):
+    chat = "/v1/chat/completions"
+    for _ in range(2):
+        for stream in (False, True):
+            error = http.post(chat, json={**HI, "stream": stream, "structured_outputs": {"regex": GROWS}})
+            assert (error.status_code, error.json()["error"]["code"], error.json()["error"]["param"]) == (400, "invalid_schema", "structured_outputs.regex")
+            assert "one token" in error.json()["error"]["message"]
+            assert "Fix: simplify it" in error.json()["error"]["message"]
+    parameters = {"type": "object", "properties": {"p": {"type": "string", "pattern": f"^{GROWS}$"}}, "required": ["p"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    free = http.post(chat, json={**HI, "tools": [tool]})
+    assert (free.status_code, "not held to their schemas" in free.headers["x-fastllm-warning"]) == (200, True)
+    must = http.post(chat, json={**HI, "tools": [tool], "tool_choice": "required"})
+    assert (must.status_code, must.json()["error"]["code"]) == (400, "invalid_schema")
 
 
 @pytest.mark.parametrize("source", ['start: "a" <|im_start|> /[a-zé]+/ | <[1-3]>', 'start: %json {"const": {"long name": "é"}}'])
