@@ -6,6 +6,7 @@ an answer cannot move the cursor or set a title.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -32,12 +33,18 @@ def escape_controls(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A text for the user to stderr: escaped, or as an event where the command was called with `--progress json`."""
+    """A text for the user to stderr: escaped, or as an event where the command was called with `--progress json`. Where it cannot be written (a full disk, a
+    reader that left), the command goes on without it: what it does and answers is elsewhere."""
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("progress") == "json":
         event("message", text=text.removeprefix("fastllm: "))
     else:
-        click.echo(escape_controls(text), err=True)
+        _tell(escape_controls(text))
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(line, err=True)
 
 
 def note(line: str, values: Mapping[str, Any], fix: str = "run without --strict to accept this") -> None:
@@ -57,7 +64,7 @@ def note(line: str, values: Mapping[str, Any], fix: str = "run without --strict 
 
 def event(kind: str, /, **fields: Any) -> None:
     """One line of `--progress json`: {"event": kind, …}, in ASCII. fields: of any names, "kind" among them."""
-    click.echo(json.dumps({"event": kind, **fields} | {"event": kind}, default=str), err=True)
+    _tell(json.dumps({"event": kind, **fields} | {"event": kind}, default=str))
 
 
 def write_answer(text: str) -> None:

@@ -82,12 +82,26 @@ class _Process:
         await self.writer.drain()
         return await self.read()
 
+    def cpu_s(self) -> float:
+        """Time of a processor that it has had; 0 of one that has ended."""
+        import psutil  # type: ignore[import-untyped]
+
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
     def kill(self) -> None:
         """Ends it at once."""
         with contextlib.suppress(Exception):
             self.writer.close()
         self.process.kill()
         self.process.wait()
+
+
+class _Starved(TimeoutError):
+    """A process was late because it did not run."""
 
 
 class _Lane:
@@ -107,20 +121,24 @@ class _Lane:
             raise Unavailable(f"no process that {self._work} can be started", why=getattr(error, "strerror", None) or type(error).__name__, fix="raise the limits of open files, processes and memory (ulimit -n, -u, -v); the log may say more") from error
 
     async def ask(self, kind: str, body: bytes, deadline_s: float) -> tuple[dict[str, Any], bytes]:
-        """Header and bytes of the answer. Raises its errors, TimeoutError, EngineError, Unavailable."""
+        """Header and bytes of the answer. Raises its errors, TimeoutError (_Starved of one that had no processor for most of the time), EngineError, Unavailable."""
         while self.idle and self.idle[-1].process.poll() is not None:  # it died while it had nothing to do
             self.idle.pop().kill()
         process = self.idle.pop() if self.idle else await self.new()
-        done = False
+        done, late = False, list[float]()
+        timer = asyncio.get_running_loop().call_later(deadline_s / 2, lambda: late.append(process.cpu_s()))  # few requests see it
         try:
             async with asyncio.timeout(deadline_s):
                 header, data = await process.ask(kind, body)
             done = not header["last"]
-        except TimeoutError:
+        except TimeoutError as error:
+            if late and process.cpu_s() - late[0] < deadline_s / 4:
+                raise _Starved from error
             raise
         except (asyncio.IncompleteReadError, OSError) as error:
             raise EngineError(f"the process that {self._work} ended by a defect") from error
         finally:
+            timer.cancel()
             if done and not self._closed:
                 self.idle.append(process)
             else:  # late, dead, at its end, or left in the middle of an answer by a cancelled caller
@@ -173,6 +191,8 @@ class PreparerPool:
         try:
             async with self._preparing.free:
                 header, data = await self._preparing.ask(kind, body, self._deadline_s)
+        except _Starved:
+            raise Unavailable(f"the request was not read in {self._deadline_s:g} s: this machine is busy", fix="try again later", retry_after_s=5) from None
         except TimeoutError:
             raise TemplateError(
                 f"the request took more than {self._deadline_s:g} s to render and encode", fix="send fewer or shorter messages"

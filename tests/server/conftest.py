@@ -185,18 +185,22 @@ def http(server) -> httpx2.Client:
 
 @pytest.fixture
 def served(tmp_path, model_folder) -> Iterator[Callable[..., SimpleNamespace]]:
-    """served(*options, form="server") -> a ready process, and a client for it."""
+    """served(*options, form="server") -> a ready process, and a client for it. log: a file for its stderr that is not to be read."""
     running = []
 
-    def start(*options, form=("server",), env=None, model=True):
+    def start(*options, form=("server",), env=None, model=True, log=None):
         command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
         environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
-        log = (tmp_path / f"log{len(running)}").open("a+")  # appended to: reading moves where the process would write
+        log = (tmp_path / f"log{len(running)}").open("a+") if log is None else log  # appended to: reading moves where the process would write
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)
+
+        def said():
+            log.seek(0)
+            return log.read()
+
         running.append((process, log))
         url = process.stdout.readline().strip()
-        log.seek(0)
-        assert url, log.read()
+        assert url, said()
         transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:")) if url.startswith("unix:") else None
         client = httpx2.Client(base_url="http://localhost" if transport else url, transport=transport, timeout=WAIT_S)
 
@@ -204,10 +208,6 @@ def served(tmp_path, model_folder) -> Iterator[Callable[..., SimpleNamespace]]:
             client.close()
             process.send_signal(number)
             return process.wait(WAIT_S)
-
-        def said():
-            log.seek(0)
-            return log.read()
 
         return SimpleNamespace(url=url, http=client, process=process, end=end, said=said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -93,6 +94,20 @@ def test_a_socket_of_the_file_system(served, tmp_path):
     assert path.stat().st_mode & 0o007 == 0
     assert server.end() == 0
     assert not path.exists()
+
+
+@pytest.mark.parametrize("log", ["full", "closed"])
+def test_a_log_that_cannot_be_written_keeps_nobody_from_being_served(served, log):
+    if log == "full":
+        stderr = open("/dev/full", "w")  # noqa: SIM115 - the fixture closes it
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        stderr = os.fdopen(writer, "w")
+    for options in ((), ("--progress", "json")):
+        server = served(*options, log=stderr)
+        assert server.http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+        assert server.end() == 0
 
 
 @pytest.fixture

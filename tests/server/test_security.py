@@ -187,18 +187,28 @@ def test_a_template_that_does_not_end_is_a_bad_request_and_the_next_one_is_answe
     assert http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}).status_code == 200
 
 
-def test_a_process_that_does_not_answer_is_killed_and_replaced(start):
+@pytest.mark.parametrize(
+    ("used_s", "status", "code"),
+    [(None, 503, "unavailable"), (100.0, 400, "template_error")],  # one that did not run is not the request's fault
+)
+def test_a_process_that_does_not_answer_is_killed_and_replaced(start, monkeypatch, used_s, status, code):
     import os
     import signal
 
+    from fastllm.server import pool
+
     server = start()
     try:
+        if used_s is not None:
+            used = iter([0.0, used_s])
+            monkeypatch.setattr(pool._Process, "cpu_s", lambda self: next(used))
         [pid] = server.call(lambda: server.runtime.pool.pids)
         os.kill(pid, signal.SIGSTOP)
         server.runtime.pool._deadline_s = 0.1
         http = server.client
         answer = http.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "template_error")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert ("retry-after" in answer.headers) == (status == 503)
         assert http.get("/health").status_code == 200
         server.runtime.pool._deadline_s = 10
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
