@@ -15,14 +15,18 @@ def all_cases() -> dict[str, Case]:
     """id -> case, in running order. Raises ValueError for an id that is used twice."""
     from . import (
         attention,
+        below,
         caches,
         contexts,
+        continued,
         contract,
         counts,
         decomposed,
         determinism,
         elementwise,
         experts,
+        gates,
+        grids,
         honesty,
         linear,
         memory,
@@ -36,11 +40,13 @@ def all_cases() -> dict[str, Case]:
         specials,
         splits,
         steps,
+        tables,
+        tails,
     )
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales, splits)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales, splits, gates, tables, continued, grids, below, tails)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:
