@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from ..core.errors import FastLLMError, InvalidRequest
 from ..core.sampling import SamplingParams
 from .bodies import check_body, explain
+from .logprobs import check_kept
 from .prepare import (
     Kitchen,
     Prepared,
@@ -111,6 +112,7 @@ def prepare_responses(kitchen: Kitchen, raw: bytes) -> Prepared:
     custom, formats = raw_tools(body)
     with _named(RESPONSES_NAMES, ready):
         chat(kitchen, ChatBody.model_validate(words), ready, formats)
+        check_kept(ready, kitchen.n_ctx, "top_logprobs", whole=True, cap="max_output_tokens")  # a stream ends with the whole response
     format = body.text.format if body.text else None
     ready.detail = {
         "instructions": body.instructions,

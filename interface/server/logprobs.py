@@ -5,15 +5,36 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Any, Final
 
+from ..core.errors import InvalidRequest
 from ..core.request import TokenLogprobs
 from ..text import Tokenizer
 
 if TYPE_CHECKING:
     from .answer import Due
+    from .prepare import Prepared
 
-__all__ = ["LegacyLogprobs", "chat_entry"]
+__all__ = ["MAX_KEPT", "LegacyLogprobs", "chat_entry", "check_kept"]
 
 LEAST: Final = -9999.0
+MAX_KEPT: Final = 1 << 19
+"""Log-probabilities of one answer that leaves as a whole: each takes 390 bytes, and as much again while the answer is written."""
+
+
+def check_kept(ready: Prepared, n_ctx: int, field: str, *, whole: bool, cap: str = "max_tokens") -> None:
+    """Refuses what would take too much memory. whole: all that is generated is kept to the end, and not only what was echoed; cap: the field that limits
+    that. Raises InvalidRequest that names the field."""
+    params, n = ready.params, ready.params.n or 1
+    if params.logprobs is None:
+        return
+    most = sum(min(params.max_tokens or 0, n_ctx - len(p)) for p in ready.prompts) if whole else 0
+    echoed = sum(len(p) for p in ready.prompts) if params.prompt_logprobs else 0
+    count = (most + echoed) * n * (1 + params.logprobs)
+    if count > MAX_KEPT:
+        tokens, top = (most + echoed) * n, f" and {params.logprobs} others" if params.logprobs else ""
+        said = f"{field} asks for log-probabilities of up to {tokens:,} tokens{top} at each, which are {count:,}; one answer has at most {MAX_KEPT:,}"
+        ways = [*([cap] if most else []), *(["n"] if n > 1 else []), *([field] if params.logprobs else [])]
+        fix = " or ".join([*([f"lower {', '.join(ways)}"] if ways else []), *(["send fewer prompts"] if len(ready.prompts) > 1 else [])])
+        raise InvalidRequest(said, who=field, fix=fix or f"leave {field} out", param=field)
 
 
 def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

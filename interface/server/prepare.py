@@ -21,6 +21,7 @@ from ..text import ChatTemplate, RenderedPrompt, Tokenizer
 from ..text.output import REASONING, detect_reasoning, starts_in_reasoning
 from .bodies import check_body
 from .constraints import wanted_constraint
+from .logprobs import check_kept
 from .schemas import MAX_PROMPTS, ChatBody, CompletionBody, Sampling
 from .tools import OutputSpec, RawTools, ToolUse, calls_constraint, messages_for, output_spec, tool_use
 
@@ -170,6 +171,7 @@ def prepare_chat(kitchen: Kitchen, raw: bytes) -> Prepared:
     ready = Prepared()
     body: ChatBody = check_body(kitchen, "chat", raw, ready)
     chat(with_template(kitchen, body), body, ready)
+    check_kept(ready, kitchen.n_ctx, "top_logprobs" if body.top_logprobs else "logprobs", whole=not ready.stream)
     return ready
 
 
@@ -377,6 +379,7 @@ def prepare_completion(kitchen: Kitchen, raw: bytes) -> Prepared:
         if body.echo:
             echo.append(one if isinstance(one, str) else kitchen.tokenizer.decode(ids, skip_special=False))
     ready.echo = echo or None
+    check_kept(ready, kitchen.n_ctx, "logprobs", whole=not ready.stream)
     return ready
 
 
