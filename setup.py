@@ -115,6 +115,7 @@ extensions = [
     Extension("fastllm.core._kernels", ["core/_kernels.pyx"], depends=sorted(map(str, Path("core").glob("*.h"))), extra_compile_args=[*COMMON, "-Wno-unused-variable"], **NUMPY),
     Extension("fastllm.core._steps", ["core/_steps.pyx"], extra_compile_args=COMMON, **NUMPY),
     Extension("fastllm.formats._strings", ["formats/_strings.pyx"], extra_compile_args=COMMON),
+    Extension("fastllm.text._matcher", ["text/_matcher.pyx"], extra_compile_args=COMMON),
     Extension("fastllm.text._pieces", ["text/_pieces.pyx"], extra_compile_args=COMMON),
     Extension(
         "fastllm.backends.cpu_avx._native",

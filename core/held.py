@@ -2,8 +2,9 @@
 
 A mask is a walk of a grammar through the whole vocabulary, and mostly one token of it is wanted: the likeliest. So where a constraint has
 `check`, the sampler asks for single tokens, the likeliest first (`_held.h` says why that gives the token of the mask, bit for bit); a mask is
-asked for where that does not decide, and the row is read again under it only where its likeliest tokens do not decide even then. Nothing is computed beside the step here, where it would take the cores from the model; only a grammar whose slow masks
-are asked for token after token begins the next one by itself (`text.matcher`).
+asked for where that does not decide, and the row is read again under it only where its likeliest tokens do not decide even then. Nothing is
+computed beside the step here, where it would take the cores from the model; only a grammar whose slow masks are asked for token after token
+begins the next one by itself (`text._matcher`).
 
 Called by the engine, in its thread; the executor calls `choose` when the logits are there.
 """
@@ -44,7 +45,7 @@ class HeldRows:
             row += part.num_rows
             choice: JobChoice = part.sequence.owner
             if part.num_rows and part.samples and choice.constraint is not None:
-                self.rows.append((row - 1, choice, choice.constraint, getattr(choice.constraint, "check", None)))
+                self.rows.append((row - 1, choice, choice.constraint, getattr(choice.constraint, "check", _has_masks)))
                 self._by_row[row - 1] = choice.constraint
 
     def end(self) -> None:
@@ -58,16 +59,17 @@ class HeldRows:
         for row, choice, _, check in self.rows:
             if not choice.finished:
                 try:
-                    held[row] = _unknown if check is None else check()
+                    held[row] = check()
                 except BaseException as error:  # also a panic of its library, which is no Exception
                     self._fail(choice.job, error)
         self._waited_s = time.monotonic() - started
         ids = kernel.choose(logits, held, self._mask)
         given = ids.tolist()
-        for row, choice, _, _ in self.rows:
-            if given[row] == UNDECIDED:
-                ids[row] = self._masked(choice, row, held[row], logits[row : row + 1])
-        if any(check is not None for check in held):
+        if UNDECIDED in given:
+            for row, choice, _, _ in self.rows:
+                if given[row] == UNDECIDED:
+                    ids[row] = self._masked(choice, row, held[row], logits[row : row + 1])
+        if held.count(None) < len(held):
             self._tell(self._waited_s)
         return ids
 
@@ -99,6 +101,11 @@ class HeldRows:
     def _require(self, mask: np.ndarray) -> None:
         if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (self._words,):
             raise EngineError(f"a constraint gave {type(mask).__name__} {getattr(mask, 'shape', '')} as its mask; it must be u32 [{self._words}]")
+
+
+def _has_masks() -> Callable[[Sequence[int]], None]:
+    """The `check` of a constraint that has none."""
+    return _unknown
 
 
 def _unknown(_token_ids: Sequence[int]) -> None:

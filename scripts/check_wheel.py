@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"interface": "fastllm", **{room: f"fastllm/{room}" for room in ("core", "models", "formats", "text", "backends", "conformance")}}
-NATIVE = {"fastllm/core/_kernels", "fastllm/core/_steps", "fastllm/formats/_strings", "fastllm/text/_pieces", "fastllm/backends/cpu_avx/_native"}
+NATIVE = {"fastllm/core/_kernels", "fastllm/core/_steps", "fastllm/formats/_strings", "fastllm/text/_matcher", "fastllm/text/_pieces", "fastllm/backends/cpu_avx/_native"}
 PAGE = ROOT / "interface" / "web"  # of the web page only what is built
 SHIPPED = (".py", ".in", ".pyi", ".typed", ".json", ".toml", ".fl")
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from fastllm.core.errors import EngineError, FastLLMError, InvalidRequest
 
+from ._matcher import CANNOT, Matcher, Sort, first_lines, told
 from .depth import MAX_LEVELS, MAX_NAMES, PATTERN_NAMES, levels, names, with_room
 from .json_schema import check_schema, refused
 from .lazy import After, Banned, BannedTexts, Budget, CallGrammar, Held, Lazy
-from .matcher import CANNOT, Matcher, Sort, first_lines, told
 from .spelling import Alphabet, is_whole, unspelled
 from .tokenizer import Tokenizer
 from .worker import Worker

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from .matcher import Matcher
+    from ._matcher import Matcher
 
 Check = Callable[[Sequence[int]], Sequence[bool] | None] | int
 

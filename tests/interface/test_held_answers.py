@@ -14,7 +14,7 @@ from fastllm import LLM, SamplingParams
 from fastllm.core.held import HeldRows
 from fastllm.core.request import Request
 from fastllm.core.sampling import build_rows
-from fastllm.text import matcher
+from fastllm.text import _matcher as matcher
 
 GRAMMARS = {
     "schema": lambda g: g.json_schema({"type": "array", "items": {"enum": ["a", 12, None]}, "minItems": 3}),

@@ -9,8 +9,10 @@ import shutil
 import openai
 import pytest
 
+from fastllm.core.errors import InvalidSchema
 from fastllm.loading import LoadOptions, load_model
 from fastllm.server.settings import ServerSettings
+from fastllm.text._matcher import CANNOT, Matcher
 
 from .conftest import Script, Server
 
@@ -132,7 +134,12 @@ def test_a_completion_has_the_form_of_a_chat_and_other_routes_name_their_own(htt
 def test_a_grammar_that_cannot_be_followed_any_more_is_named(http, parse, monkeypatch):
     body = {"prompt": "Hi", "max_tokens": 9, "guided_regex": "[ab]{9,40}"}
     assert http.post("/v1/completions", json=body).status_code == 200
-    monkeypatch.setattr("fastllm.text.matcher.Matcher.accept", lambda self, token: (_ for _ in ()).throw(self._failed()))
+
+    class Grown(Matcher):
+        def accept(self, token_id):
+            raise InvalidSchema(CANNOT)
+
+    monkeypatch.setattr("fastllm.text.grammar.Matcher", Grown)
     whole = http.post("/v1/completions", json=body)
     last = parse(http.post("/v1/completions", json={**body, "stream": True}).content)[-1]
     assert whole.status_code == 400

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from tokenizers import pre_tokenizers
 from fastllm.core.errors import EngineError, InvalidRequest
 from fastllm.text import Tokenizer
 from fastllm.text import grammar as grammar_module
+from fastllm.text._matcher import Matcher, Sort
 from fastllm.text.grammar import MAX_KEPT, GrammarCompiler, _Wrapped
-from fastllm.text.matcher import Matcher, Sort
 from fastllm.text.worker import Worker
 from tests.interface.conftest import byte_tokenizer
 
@@ -302,7 +302,8 @@ def test_a_tokenizer_that_normalises_changes_no_text_of_a_grammar(kind, text):
 
 def test_an_error_of_the_worker_is_the_answers_own_and_the_next_mask_is_computed(compiler):
     matcher = compiler.regex("[ab]{9}")()
-    matcher._sort = dataclasses.replace(matcher._sort, known=1)  # not the memory that the library wants
+    sort = matcher._sort
+    matcher._sort = Sort(sort.words, 1, sort.ends, sort.ends_are_plain, sort.odd, sort.worker)  # not the memory that the library wants
     matcher._ready = None
     matcher.ahead()
     with pytest.raises(EngineError, match="cannot be followed"):
@@ -321,16 +322,14 @@ def panic(*_):
     raise PanicException("index out of bounds")
 
 
-def test_a_panic_of_the_library_is_the_answers_own_and_the_next_mask_is_computed(compiler, monkeypatch):
+def test_a_panic_of_the_library_is_the_answers_own_and_the_next_mask_is_computed(compiler):
     grammar = compiler.regex("[ab]{9}")
     matcher, other = grammar(), grammar()
-    with monkeypatch.context() as patch:
-        patch.setattr(matcher, "_compute", panic)
-        matcher._ready = None
-        matcher.ahead()
-        with pytest.raises(EngineError, match="cannot be followed") as caught:
-            matcher.mask()
-        assert caught.value.why == "PanicException: index out of bounds"
+    matcher._matcher, matcher._ready = SimpleNamespace(compute_ff_tokens=list, unsafe_compute_mask_ptr=panic), None
+    matcher.ahead()
+    with pytest.raises(EngineError, match="cannot be followed") as caught:
+        matcher.mask()
+    assert caught.value.why == "PanicException: index out of bounds"
     other._ready = None
     other.ahead()
     assert other._done.acquire(timeout=30), "the thread of masks is gone"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fastllm.text import Tokenizer, matcher
+from fastllm.text import Tokenizer
+from fastllm.text import _matcher as matcher
 from fastllm.text.grammar import GrammarCompiler
 from fastllm.text.worker import Worker
 from tests.interface.conftest import byte_tokenizer
@@ -111,17 +113,20 @@ def test_a_text_that_must_come_needs_no_thread_where_the_library_is_slow(compile
     assert seen == [True, False, False, True]
 
 
-def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler, monkeypatch):
+def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler):
     one = compiler.regex("[ab]*c")()
     token = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0]
-    look, clock = one._forced, SimpleNamespace(now=0.0)
-    monkeypatch.setattr(matcher, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    library = one._matcher
 
-    def slow():
-        clock.now += 2 * matcher.SLOW_S
-        return look()
+    class Slow:
+        def compute_ff_tokens(self):
+            time.sleep(2 * matcher.SLOW_S)
+            return library.compute_ff_tokens()
 
-    one._forced = slow
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+    one._matcher = Slow()
     one.accept(token)
     assert not one._coming
     one.check()
@@ -134,8 +139,14 @@ def test_a_long_answer_has_a_mask_now_and_then_for_the_librarys_limits(compiler,
     monkeypatch.setattr(matcher, "SLOW_S", 60.0)
     one = compiler.regex("[ab]*c")()
     token, computed = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0], []
-    compute = one._compute
-    one._compute = lambda: (computed.append(1), compute())
+    library = one._matcher
+
+    class Told:
+        def __getattr__(self, name):
+            computed.extend([1] * (name == "unsafe_compute_mask_ptr"))
+            return getattr(library, name)
+
+    one._matcher = Told()
     one._ready = None
     for _ in range(5 * matcher.UNMASKED + 1):
         assert one.check()([token]) == [True]
@@ -214,5 +225,4 @@ def test_a_mask_that_nobody_took_is_not_waited_for(compiler, monkeypatch):
     monkeypatch.setattr(one._sort, "worker", SimpleNamespace(put=put))
     with pytest.raises(MemoryError):
         one.ahead()
-    assert not one._done.locked()
     assert one.mask().any()
