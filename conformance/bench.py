@@ -57,6 +57,14 @@ class Ran:
         return Numerics(y.acc, y.act, y.weight, y.prob, y.angle)
 
 
+@dataclass
+class _Held:
+    """Weights that stay on the device for several runs. known: (id of a weight, its form) -> the weight, and where it is."""
+
+    stack: ExitStack
+    known: dict[tuple[int, str], tuple[Weight, Tensor, Region]] = field(default_factory=dict)
+
+
 class Bench:
     """Operands and results of one open backend."""
 
@@ -67,6 +75,7 @@ class Bench:
         self.functions = dict(backend.ops())
         self.zone = max(256, backend.limits.alignment)
         self.last: dict[str, np.ndarray] = {}
+        self._held: _Held | None = None
 
     # memory ---------------------------------------------------------------------------------------------------------
 
@@ -164,6 +173,9 @@ class Bench:
         function = self.functions.get(answer.impl)
         if function is None:
             raise Failure("honest", f"supports() names '{answer.impl}' for '{op}', which is not in ops()")
+        for name, operand, form in zip(spec.inputs, operands, kept, strict=True):
+            if self._held is not None and isinstance(operand, Weight) and (id(operand), form) not in self._held.known:
+                self._held.known[id(operand), form] = (operand, *self._weight(self._held.stack, name.rstrip("?"), operand, form, op))
         used = self.backend.memory().used
         with ExitStack() as stack:
             regions: list[tuple[Region, str, bool]] = []  # (region, what, may change)
@@ -210,6 +222,16 @@ class Bench:
         stack.callback(region.buffer.close)
         return region
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Weights are placed once, and stay on the device until this ends: for a case that runs an op on them many times, as an engine does."""
+        with ExitStack() as stack:
+            self._held = _Held(stack)
+            try:
+                yield
+            finally:
+                self._held = None
+
     def hold(self, stack: ExitStack, name: str, operand: Operand, form: str, op: str) -> Tensor | None:
         """An operand on the device until `stack` is closed, kept as `ask` said: for measurements, which look at no guard."""
         return self._place(stack, [], name, operand, form, op)
@@ -221,20 +243,9 @@ class Bench:
             assert operand.tensor is not None
             return operand.tensor
         if isinstance(operand, Weight):
-            layout = self.layout(operand, op) if not operand.kept else None
-            if layout is not None and len(operand.shape) > 2:
-                return self._stack(stack, regions, name, operand, layout, op)
-            if layout is None:
-                values = operand.data if form == operand.format else blocks.encode_plain(form, operand.decode().astype(np.float32))
-                region = self._keep(stack, values, "weights")
-                regions.append((region, f"'{name}'", False))
-                return Tensor(region.buffer, region.base, operand.shape, form)
-            region = self._keep(stack, np.zeros(layout.nbytes, np.uint8), "weights")
-            host = HostTensor(name, operand.shape, operand.format, np.ascontiguousarray(operand.data))
-            self.backend.pack_weight(host, layout, region.buffer, region.base)
-            region.before[region.base : region.base + region.nbytes] = self.check_zones(region, f"'{name}' (packing)", op)
+            tensor, region = self._held.known[id(operand), form][1:] if self._held is not None else self._weight(stack, name, operand, form, op)
             regions.append((region, f"'{name}'", False))
-            return Tensor(region.buffer, region.base, operand.shape, operand.format, packed=layout)
+            return tensor
         array = np.ascontiguousarray(operand.array, NUMPY[operand.dtype])
         shape, size = array.shape, array.itemsize
         data = array.reshape(shape[0], -1).view(np.uint8) if array.size else np.zeros((shape[0], 0), np.uint8)
@@ -252,7 +263,22 @@ class Bench:
         regions.append((region, f"'{name}'", False))
         return Tensor(region.buffer, region.base + operand.start * size, shape, operand.dtype, operand.strides)
 
-    def _stack(self, stack: ExitStack, regions: list[Any], name: str, weight: Weight, layout: PackedLayout, op: str) -> Tensor:
+    def _weight(self, stack: ExitStack, name: str, weight: Weight, form: str, op: str) -> tuple[Tensor, Region]:
+        """A weight on the device until `stack` is closed: packed if the backend has a layout for it, else plain in `form`."""
+        layout = self.layout(weight, op) if not weight.kept else None
+        if layout is not None and len(weight.shape) > 2:
+            return self._stack(stack, name, weight, layout, op)
+        if layout is None:
+            values = weight.data if form == weight.format else blocks.encode_plain(form, weight.decode().astype(np.float32))
+            region = self._keep(stack, values, "weights")
+            return Tensor(region.buffer, region.base, weight.shape, form), region
+        region = self._keep(stack, np.zeros(layout.nbytes, np.uint8), "weights")
+        host = HostTensor(name, weight.shape, weight.format, np.ascontiguousarray(weight.data))
+        self.backend.pack_weight(host, layout, region.buffer, region.base)
+        region.before[region.base : region.base + region.nbytes] = self.check_zones(region, f"'{name}' (packing)", op)
+        return Tensor(region.buffer, region.base, weight.shape, weight.format, packed=layout), region
+
+    def _stack(self, stack: ExitStack, name: str, weight: Weight, layout: PackedLayout, op: str) -> tuple[Tensor, Region]:
         """A stack, packed matrix by matrix, each at the backend's alignment (as the loader does it)."""
         align, count = self.backend.limits.alignment, weight.shape[0]
         step = -(-layout.nbytes // align) * align
@@ -262,8 +288,7 @@ class Bench:
             host = HostTensor(f"{name}.{index}", weight.shape[1:], layout.format, np.ascontiguousarray(data))
             self.backend.pack_weight(host, layout, region.buffer, region.base + index * step)
         region.before[region.base : region.base + region.nbytes] = self.check_zones(region, f"'{name}' (packing)", op)
-        regions.append((region, f"'{name}'", False))
-        return Tensor(region.buffer, region.base, weight.shape, layout.format, packed=layout)
+        return Tensor(region.buffer, region.base, weight.shape, layout.format, packed=layout), region
 
     @contextmanager
     def watch(self) -> Iterator[dict[str, int]]:

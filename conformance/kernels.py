@@ -33,6 +33,10 @@ class Blas(OwnKernels):
 
     name = "blas"
 
+    def supports(self, q: OpQuery) -> Yes | No:
+        """As `ref`, weights of every format, and softcap, which `ref` leaves to its parts."""
+        return Yes("blas.softcap") if q.op == "softcap" else super().supports(q)
+
     # products ---------------------------------------------------------------------------------------------------------
 
     def product(self, x: Array, w: Array) -> Array:
@@ -95,6 +99,9 @@ class Blas(OwnKernels):
             return y if up is None else y * (1 + np.minimum(np.maximum(up, F32(-7)), F32(7)))
         y = _ACTIVATIONS[kind](gate)
         return y if up is None else up * y
+
+    def _own_softcap(self, x: Array, *, cap: float) -> Array:
+        return F32(cap) * _tanh(x * (F32(1) / F32(cap)))
 
     def _own_concat(self, x: Array, y: Array) -> Array:
         return np.dstack([x, y]) if x.ndim == 3 else np.hstack([x, y])

@@ -1,4 +1,4 @@
-"""Honest kernels for calibration, the third of products and experts: no arithmetic in common with those of `kernels.py` and of the backends.
+"""Honest kernels for calibration, the third of products, experts and tables: no arithmetic in common with those of `kernels.py` and of the backends.
 
 One row, or one token, at a time; sums in 16 lanes that are added as a tree; weights by the engine's decoder; activations by tanh and erfc; a token's
 experts as one product over the hidden elements of all of them.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fastllm.api import HostTensor, No, OpQuery, Yes
+from fastllm.api import FORMATS, HostTensor, No, OpQuery, Yes
 
 from .own_kernels import OwnKernels, check_experts
 
@@ -23,13 +23,14 @@ LANES = 16
 
 
 class Lanes(OwnKernels):
-    """Products and experts."""
+    """Products and experts; rows of a table, by the engine's decoder."""
 
     name = "lanes"
 
     def supports(self, q: OpQuery) -> Yes | No:
-        """Only products."""
-        return super().supports(q) if q.op in ("linear", "moe") else No("only products are computed in lanes")
+        """Only ops with a weight; embed only of coded ones, where the decoder is all there is."""
+        coded = any(d in FORMATS and not FORMATS[d].plain for d in q.dtypes if d)
+        return super().supports(q) if q.op in ("linear", "moe") or (q.op == "embed" and coded) else No("only products and coded tables are computed in lanes")
 
     def decode(self, weight: HostTensor) -> Array:
         """By the engine's decoder."""

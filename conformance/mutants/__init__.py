@@ -36,10 +36,10 @@ HONEST = "honest"
 @lru_cache(maxsize=1)
 def all_mutants() -> dict[str, Mutant]:
     """name -> mutant."""
-    from . import attention, careless, extended, heads, numeric, scales, sizes, splits, steps, system
+    from . import attention, careless, counts, extended, heads, numeric, scales, sizes, splits, steps, system
 
     found: dict[str, Mutant] = {}
-    for mutant in (m for module in (numeric, attention, extended, sizes, heads, steps, scales, splits, careless, system) for m in module.mutants()):
+    for mutant in (m for module in (numeric, attention, extended, sizes, heads, counts, steps, scales, splits, careless, system) for m in module.mutants()):
         if mutant.name in found:
             raise ValueError(f"two mutants are called '{mutant.name}'")
         found[mutant.name] = mutant

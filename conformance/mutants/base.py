@@ -28,8 +28,9 @@ from fastllm.api import (
 )
 
 from ..own_kernels import read_decoded
+from ..suite.linear import FORMATS as WEIGHT_FORMATS
 
-__all__ = ["LateBase", "LateStream", "Mutant", "MutantBase", "PackedBase", "SamplerBase", "changed", "post", "pre", "whole"]
+__all__ = ["CodedBase", "LateBase", "LateStream", "Mutant", "MutantBase", "PackedBase", "SamplerBase", "changed", "of_format", "post", "pre", "whole"]
 
 Array = np.ndarray
 Op = Callable[..., None]
@@ -104,7 +105,7 @@ class PackedBase(MutantBase):
 
     def supports(self, q: OpQuery) -> Yes | No:
         """Takes the packed formats where ops with such weights take f32."""
-        if q.op in ("linear", "embed", "moe"):
+        if q.op in ("linear", "embed", "moe", "matmul"):
             mine = tuple("f32" if d in self.formats else d for d in q.dtypes)
             q = replace(q, dtypes=mine)
         return super().supports(q)
@@ -123,6 +124,12 @@ class PackedBase(MutantBase):
     def read(self, t: Tensor, stream: Stream) -> Array:
         """A packed weight reads as f32."""
         return read_decoded(super().read, t, stream, self.limits.alignment)
+
+
+class CodedBase(PackedBase):
+    """Keeps every format decoded to f32."""
+
+    formats = tuple(name for name in WEIGHT_FORMATS if name != "f32")
 
 
 class SamplerBase(MutantBase):
@@ -256,3 +263,18 @@ def changed(index: int, function: Callable[[Array], Array]) -> Breaker:
             inputs[index] = backend.temporary(values.astype(backend.array(tensor).dtype), tensor)
 
     return pre(change)
+
+
+def of_format(format: str, at: int, breaker: Breaker) -> Breaker:
+    """Broken for weights of one format alone. at: which input the weight is."""
+
+    def narrow(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+        broken = breaker(backend, honest)
+
+        def call(*inputs: Any, **more: Any) -> None:
+            packed = inputs[at].packed
+            (broken if packed is not None and packed.format == format else honest)(*inputs, **more)
+
+        return call
+
+    return narrow

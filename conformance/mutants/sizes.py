@@ -9,8 +9,7 @@ import numpy as np
 
 from fastllm.api import Backend, Buffer, Stream, Tensor
 
-from ..suite.linear import FORMATS
-from .base import Breaker, Mutant, MutantBase, PackedBase, SamplerBase, changed, post, pre
+from .base import Breaker, CodedBase, Mutant, MutantBase, SamplerBase, changed, of_format, post, pre
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -71,27 +70,6 @@ def _wrapped_stacks(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
             stack = backend.array(inputs[at])
             rows = stack.reshape(-1, stack.shape[-1])
             inputs[at] = backend.temporary(rows[np.arange(len(rows)) & 0xFFFF].reshape(stack.shape), inputs[at])
-
-
-class _Coded(PackedBase):
-    """Keeps every format decoded to f32."""
-
-    formats = tuple(name for name in FORMATS if name != "f32")
-
-
-def _of(format: str, at: int, breaker: Breaker) -> Breaker:
-    """Broken for weights of one format alone. at: which input the weight is."""
-
-    def narrow(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
-        broken = breaker(backend, honest)
-
-        def call(*inputs: Any, **more: Any) -> None:
-            packed = inputs[at].packed
-            (broken if packed is not None and packed.format == format else honest)(*inputs, **more)
-
-        return call
-
-    return narrow
 
 
 def _low_bits(values: Array) -> Array:
@@ -231,14 +209,15 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"{op}.columns_of_16_bits", "sizes", "the number of a column is kept in 16 bits", cases, rule, make(op, post(_wrapped)), plain)
     for op, name, what, cases, rule, breaker in _others():
         yield Mutant(f"{op}.{name}", "sizes", what, cases, rule, make(op, breaker), plain)
-    coded: Callable[[Mapping[str, str]], Backend] = lambda options: _Coded(None, options)  # noqa: E731
-    for format in _Coded.formats:
+    coded: Callable[[Mapping[str, str]], Backend] = lambda options: CodedBase(None, options)  # noqa: E731
+    for format in CodedBase.formats:
+        copied = "exact" if format in ("f16", "bf16") else "bound"
         for op, name, what, cases, rule, at, breaker in (
             ("linear", "columns_of_16_bits", "the number of a column", f"linear/f32*{format}/row/m1-n262211-*/sparse#bound", "bound", 1, post(_wrapped)),
-            ("embed", "ids_of_16_bits", "an id", f"embed/i32*{format}/row/v262211-*-n16/real#exact", "exact" if format in ("f16", "bf16") else "bound", 1, changed(0, _low_bits)),
+            ("embed", "ids_of_16_bits", "an id", f"embed/i32*{format}/row/v262211-*-n16/real#{copied}", copied, 1, changed(0, _low_bits)),
             ("moe", "stack_rows_of_16_bits", "e · F + n", f"moe/f32*{format}/row/*/stack#bound", "bound", 3, pre(_wrapped_stacks)),
         ):
-            yield Mutant(f"{op}.{name}_{format}", "sizes", f"{what} is kept in 16 bits for weights in {format}", cases, rule, make(op, _of(format, at, breaker), _Coded), coded)
+            yield Mutant(f"{op}.{name}_{format}", "sizes", f"{what} is kept in 16 bits for weights in {format}", cases, rule, make(op, of_format(format, at, breaker), CodedBase), coded)
     both: Mapping[str, Breaker] = {"kv_write": changed(3, lambda s: np.where(s >= 0, s & 0xFFFFF, s)), "attention": changed(5, _low_bits)}
     yield Mutant("kv_write.blocks_of_16_bits_everywhere", "sizes", "what writes and what reads a cache keep numbers of blocks in 16 bits", "kv_write/f32/row/*/blocks.real#exact", "exact",
                  lambda options: MutantBase(both, options), plain)  # fmt: skip

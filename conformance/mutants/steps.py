@@ -1,4 +1,4 @@
-"""Faults that a case of one op on new operands cannot see: of one number of rows, of tiles, of what is kept between calls, of blocks that sequences share, of
+"""Faults that a case of one op on new operands cannot see: of what is kept between calls, of blocks that sequences share, of
 the order of ops, of numbers that are not finite, of heads that are windows."""
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fastllm.api import KV_DTYPES, Backend, Buffer, No, OpFn, OpQuery, RefBackend, Stream, Tensor, Yes
+from fastllm.api import Backend, Buffer, RefBackend, Stream, Tensor
 
-from .base import Breaker, LateStream, Mutant, MutantBase, PackedBase, changed, post, pre
+from .base import Breaker, LateStream, Mutant, MutantBase, changed, pre
+from .counts import coarse
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -19,68 +20,6 @@ __all__ = ["mutants"]
 Array = np.ndarray
 Op = Callable[..., None]
 F16, F32 = np.float16, np.float32
-
-
-def _rows(count: int) -> Breaker:
-    """In a step of so many rows the last one is the one before it; of one row it is zero."""
-
-    def change(out: Array | tuple[Array, ...], arrays: Any, attrs: Any) -> None:
-        for part in out if isinstance(out, tuple) else (out,):
-            if len(part) == count:
-                part[-1] = part[-2] if count > 1 else 0
-
-    return post(change)
-
-
-def _rows_over(dtype: str, count: int) -> Breaker:
-    """The same, only over a cache of a type."""
-
-    def breaker(backend: MutantBase, honest: Op) -> Op:
-        broken = _rows(count)(backend, honest)
-
-        def call(query: Tensor, cache: Any, *inputs: Any, **more: Any) -> None:
-            (broken if cache.spec.dtype == dtype else honest)(query, cache, *inputs, **more)
-
-        return call
-
-    return breaker
-
-
-def _dropped(dtype: str | None, count: int) -> Breaker:
-    """Of so many tokens the last one is not written; of a cache of one type only."""
-
-    def breaker(backend: MutantBase, honest: Op) -> Op:
-        def call(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor, **more: Any) -> None:
-            if key.shape[0] == count and cache.spec is not None and getattr(cache.spec, "dtype", None) == dtype:
-                kept = backend.array(slots).copy()
-                kept[-1] = -1
-                slots = backend.temporary(kept, slots)
-            honest(cache, key, value, slots, **more)
-
-        return call
-
-    return breaker
-
-
-def _tiles(change: Callable[[MutantBase, list[Any]], None], last: bool = False) -> Breaker:
-    """Only where there are more rows than 64, and as many outputs and products."""
-
-    def breaker(backend: MutantBase, honest: Op) -> Op:
-        def call(*inputs: Any, out: Any, **more: Any) -> None:
-            operands, large = list(inputs), out.shape[0] > 64 and min(out.shape[-1], inputs[0].shape[-1]) > 64
-            if large and not last:
-                change(backend, operands)
-            honest(*operands, out=out, **more)
-            if large and last:
-                backend.array(out)[..., -1] = 0
-
-        return call
-
-    return breaker
-
-
-def _coarse(backend: MutantBase, operands: list[Any]) -> None:
-    operands[0] = backend.temporary(backend.array(operands[0]).astype(F16).astype(F32), operands[0])
 
 
 def _kept(index: int) -> Breaker:
@@ -157,21 +96,6 @@ class LateUpload(Queued):
         super().download(dst, src, offset, stream)
 
 
-class Capped(MutantBase):
-    """Has an op `softcap`, which `ref` leaves to its parts."""
-
-    def supports(self, q: OpQuery) -> Yes | No:
-        return Yes("mutant.softcap") if q.op == "softcap" else super().supports(q)
-
-    def ops(self) -> Mapping[str, OpFn]:
-        honest: Op = self._softcap
-        breaker = self.breakers.get("softcap")
-        return {**super().ops(), "mutant.softcap": breaker(self, honest) if breaker else honest}
-
-    def _softcap(self, x: Tensor, *, out: Tensor, stream: Stream, ws: Any, cap: float) -> None:
-        self.array(out)[...] = np.tanh(self.array(x) / F32(cap)) * F32(cap)
-
-
 def _finite(index: int) -> Breaker:
     """NaN in an operand counts as 0."""
     return changed(index, lambda x: np.where(np.isnan(x), F32(0), x))
@@ -216,12 +140,12 @@ def _width(width: int) -> Breaker:
 def _long_prompt(backend: MutantBase, inputs: list[Any], attrs: Mapping[str, Any]) -> None:
     """Queries of 64 rows and more are rounded to f16."""
     if inputs[0].shape[0] >= 64 and inputs[0].shape[2] >= 64:
-        _coarse(backend, inputs)
+        coarse(backend, inputs)
 
 
 def _long_coarse(backend: MutantBase, inputs: list[Any], attrs: Mapping[str, Any]) -> None:
     if inputs[0].shape[0] > 128:
-        _coarse(backend, inputs)
+        coarse(backend, inputs)
 
 
 def _mixed(backend: MutantBase, honest: Op) -> Op:
@@ -235,20 +159,6 @@ def _mixed(backend: MutantBase, honest: Op) -> Op:
             backend.array(out)[starts[:-1][rows == 1]] = 0
 
     return call
-
-
-def _lone(batch: int, index: int = 4) -> Breaker:
-    """In a step of so many sequences the last one is zero. index: of an operand with an entry for each sequence."""
-
-    def breaker(backend: MutantBase, honest: Op) -> Op:
-        def call(*inputs: Any, out: Tensor, **more: Any) -> None:
-            honest(*inputs, out=out, **more)
-            if inputs[index].shape[0] == batch:
-                backend.array(out)[-1] = 0
-
-        return call
-
-    return breaker
 
 
 def _unwindowed(when: Callable[[list[Any], Mapping[str, Any]], bool]) -> Breaker:
@@ -274,28 +184,6 @@ def _part(x: Array, w: Array, part: Array) -> Array:
 
 
 def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
-    same = "the last row is the one before it in a step of {} rows"
-    for count in (4, 6, 16, 32, 128):
-        yield "linear", f"of_{count}_rows", "counts", same.format(count), "linear/f32*f32/row/*/counts#bound", "bound", _rows(count)
-    for op, rule in (("matmul", "bound"), ("rms_norm", "bound"), ("layer_norm", "bound"), ("softmax", "bound"), ("act_mul", "bound"), ("rope", "bound"), ("add", "exact"), ("mul", "exact"), ("embed", "exact"), ("moe", "bound")):
-        yield op, "of_16_rows", "counts", same.format(16), f"{op}/*/row/*/counts#{rule}", rule, _rows(16)
-    for op, rule in (("quantize", "bound"), ("dequantize", "bound"), ("concat", "exact"), ("route_topk", "exact"), ("short_conv", "bound"), ("delta_rule", "bound")):
-        yield op, "of_32_rows", "counts", same.format(32), f"{op}/*/row/*/counts#*", rule, _rows(32)
-    for op, index in (("short_conv", 5), ("delta_rule", 10)):
-        yield op, "of_8_sequences", "counts", "the last of 8 sequences is not written", f"{op}/f32/row/*/sequences#bound", "bound", _lone(8, index)
-    for cache in (None, *KV_DTYPES):
-        kept, end = cache or "f32", ".cache" if cache else ""
-        name, over = (f"_{cache}", f" to a cache of {cache}") if cache else ("", "")
-        yield "kv_write", f"of_32_tokens{name}", "counts", f"the last of 32 tokens is not written{over}", f"kv_write/{kept}/row/*/counts{end}#bound", "bound", _dropped(cache, 32)
-    for cache in KV_DTYPES:
-        yield "attention", f"of_32_rows_{cache}", "counts", f"{same.format(32)} over a cache of {cache}", f"attention/{cache}/row/*/counts.cache#bound", "bound", _rows_over(cache, 32)
-    yield "attention", "of_32_rows", "counts", same.format(32), "attention/f32/row/*/counts#bound", "bound", _rows(32)
-    yield "attention", "of_8_sequences", "counts", "the last of 8 sequences is not written", "attention/f32/row/*/sequences#bound", "bound", _lone(8)
-    for op in ("linear", "matmul"):
-        yield op, "f16_operand_of_tiles", "counts", "activations rounded to f16 where rows, outputs and products are more than 64 each", f"{op}/f32*f32/row/*tiles#bound", "bound", _tiles(_coarse)
-        yield op, "last_column_of_tiles", "counts", "the last output is zero where rows, outputs and products are more than 64 each", f"{op}/f32*f32/row/*tiles#bound", "bound", _tiles(_coarse, last=True)
-    for op in ("rms_norm", "layer_norm", "softmax", "act_mul"):
-        yield op, "wide_rows_beyond_64", "counts", "of wide rows, elements from the 1,025th on are zero from the 65th row on", f"{op}/f32/row/*/tiles#bound", "bound", post(lambda out, a, t: out.__setitem__((slice(64, None), slice(1024, None)), 0))
     for op in ("linear", "matmul"):
         yield op, "split_from_64_rows", "order", "from 64 rows on, sums go in another order", f"{op}/-/-/{op}{'*f32' if op == 'linear' else ''}/tiles#d2", "d2", _other_order
     a = "attention/f32/row/*/"
@@ -334,13 +222,6 @@ def mutants() -> Iterator[Mutant]:
     for op, name, family, what, cases, rule, breaker in _table():
         yield Mutant(f"{op}.{name}", family, what, cases, rule, make(op, breaker), plain)
     yield Mutant("model.f16_activations_of_long_prompts", "model", "activations of linear layers are rounded to f16 in steps of more than 128 rows", "model/llama-f32/*/prompt#model", "d2", make("linear", pre(_long_coarse)), plain)
-    packed: Callable[[Mapping[str, str]], Backend] = lambda options: PackedBase(None, options)  # noqa: E731
-    for format in ("q4_0", "q8_0"):
-        for count in (4, 32):
-            yield Mutant(f"linear.of_{count}_rows_{format}", "counts", f"the last row is the one before it in a step of {count} rows", f"linear/f32*{format}/row/*/counts#bound", "bound", make("linear", _rows(count), PackedBase), packed)
-        yield Mutant(f"linear.last_column_of_tiles_{format}", "counts", "the last output is zero where rows, outputs and products are more than 64 each", f"linear/f32*{format}/row/*tiles#bound", "bound", make("linear", _tiles(_coarse, last=True), PackedBase), packed)
-    capped: Callable[[Mapping[str, str]], Backend] = lambda options: Capped(None, options)  # noqa: E731
-    yield Mutant("softcap.of_32_rows", "counts", "the last row is the one before it in a step of 32 rows", "softcap/f32/row/*/counts#bound", "bound", make("softcap", _rows(32), Capped), capped)
     queued: Callable[[Mapping[str, str]], Backend] = lambda options: Queued(None, options)  # noqa: E731
     for op in ("linear", "kv_write", "rope", "attention"):
         yield Mutant(f"stream.late_{op}", "order", f"{op} is not in the order of the stream", "backend/*/chain#contract", "contract", make(op, _late, Queued), queued)

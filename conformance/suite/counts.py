@@ -14,20 +14,22 @@ import numpy as np
 
 from fastllm.api import CORE_OPS, KV_DTYPES
 
-from .. import bounds, oracle, oracle_extended
+from .. import blocks, bounds, oracle, oracle_extended
 from ..bench import Ran
 from ..bounds import Expected, Numerics
 from ..case import Case, Failure, Outcome
 from ..numbers import Numbers
-from ..operands import In, Operand
+from ..operands import In, Operand, Weight
 from ..session import Session
 from .attention import Setup, paged
 from .caches import declared, offered, read_back
-from .common import bind, expect, same_bits
+from .common import bind, expect, same_bits, size_bin
 from .elementwise import quantized
 from .experts import moe_data, routed
-from .linear import FORMATS, block_of, kept_as_it_is, minimum_of, weight_of
+from .linear import FORMATS, block_of, calibrated, kept_as_it_is, minimum_of, weight_of
+from .memory import embedded
 from .recurrent import on_device
+from .sampling import draws
 
 __all__ = ["COUNTS", "cases"]
 
@@ -46,15 +48,16 @@ class _Op:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
-def _each(counts: Sequence[int], check: Callable[[int], Outcome]) -> Outcome:
-    """The worst outcome of a check with 1, 2, 3 … rows. Raises Failure, with the number of rows."""
-    worst = Outcome(0.0)
-    for count in counts:
-        try:
-            outcome = check(count)
-        except Failure as failure:
-            raise Failure(failure.rule, f"with {count}: {failure.message}", **failure.facts) from None
-        worst = max(worst, outcome, key=lambda o: (o.margin or 0.0, bool(o.impl)))
+def _each(session: Session, counts: Sequence[int], check: Callable[[int], Outcome]) -> Outcome:
+    """The worst outcome of a check with 1, 2, 3 … rows; weights stay where they are. Raises Failure, with the number of rows."""
+    worst = Outcome()
+    with session.bench.holding():
+        for count in counts:
+            try:
+                outcome = check(count)
+            except Failure as failure:
+                raise Failure(failure.rule, f"with {count}: {failure.message}", **failure.facts) from None
+            worst = max(worst, outcome, key=lambda o: (o.margin or 0.0, bool(o.impl)))
     return worst
 
 
@@ -71,11 +74,13 @@ def _over(case_id: str, session: Session, counts: Sequence[int], run: Callable[[
         bound, slack = (np.broadcast_to(part, whole.y.shape)[rows] for part in (whole.bound, whole.slack))
         return expect(session, case_id, ran, [Expected(whole.y[rows], bound, whole.exact, slack)])
 
-    return _each(counts, check)
+    return _each(session, counts, check)
 
 
 def _rows(case_id: str, session: Session, numbers: Numbers, make: Callable[[Numbers, int], _Op], counts: Sequence[int]) -> Outcome:
     op = make(numbers, max(counts))
+    inputs = op.inputs(1)
+    kept_as_it_is(session, op.name, inputs, *(i for i, operand in enumerate(inputs) if isinstance(operand, Weight)), attrs=op.attrs)
     return _over(case_id, session, counts, lambda n: session.bench.run(op.name, op.inputs(n), [((n, *op.out), "f32")], op.attrs), op.expected)
 
 
@@ -117,9 +122,20 @@ def _attention_alone(case_id: str, session: Session, numbers: Numbers) -> Outcom
         return _same_alone("attention", lambda part: kit.attend([query[part]], [where[part]]), 200)
 
 
-def _matmul(numbers: Numbers, rows: int, heads: int, out: int, k: int) -> _Op:
-    a, b = numbers.normal(rows, heads, k), weight_of(numbers, "f32", (heads, out, k))
-    return _Op("matmul", lambda n: [In(a[:n], "f32", "T"), b], (heads, out), lambda numerics: bounds.matmul(a.astype(np.float64), b.decode(), numerics))
+def _matmul(format: str, heads: int, out: int, k: int) -> Callable[[Numbers, int], _Op]:
+    def make(numbers: Numbers, rows: int) -> _Op:
+        a, b = numbers.normal(rows, heads, k), weight_of(numbers, format, (heads, out, k))
+        return _Op("matmul", lambda n: [In(a[:n], "f32", "T"), b], (heads, out), lambda numerics: bounds.matmul(a.astype(np.float64), b.decode(), numerics))
+
+    return make
+
+
+def _embed(format: str, width: int) -> Callable[[Numbers, int], _Op]:
+    def make(numbers: Numbers, rows: int) -> _Op:
+        ids, table = numbers.integers(rows, 0, 50).astype(np.int32), weight_of(numbers, format, (50, width))
+        return _Op("embed", lambda n: [In(ids[:n], "i32", "T"), table], (width,), lambda _: embedded(ids, table))
+
+    return make
 
 
 def _of_rows(name: str, width: int) -> Callable[[Numbers, int], _Op]:
@@ -136,9 +152,6 @@ def _of_rows(name: str, width: int) -> Callable[[Numbers, int], _Op]:
             return _Op(name, lambda n: [In(large[:n], "f32", "T")], (width,), lambda _: bounds.softcap(large, 30.0), {"cap": 30.0})
         if name == "softmax":
             return _Op(name, lambda n: [In(x[:n], "f32", "T")], (width,), lambda _: bounds.softmax(x))
-        if name == "embed":
-            ids, table = numbers.integers(rows, 0, 50).astype(np.int32), weight_of(numbers, "f32", (50, width))
-            return _Op(name, lambda n: [In(ids[:n], "i32", "T"), table], (width,), lambda _: bounds.copies(oracle.embed(ids, table.decode())))
         judge = bounds.act_mul(x, y, "silu") if name == "act_mul" else bounds.binary(name, x, y)
         return _Op(name, lambda n: [In(x[:n], "f32", "T"), In(y[:n], "f32", "T")], (width,), lambda _: judge)
 
@@ -165,20 +178,28 @@ def _dequantize(numbers: Numbers, rows: int) -> _Op:
 
 def _quantize(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     x = numbers.normal(max(COUNTS), 96)
-    return _each(COUNTS, lambda n: quantized(case_id, session, x[:n], 32))
+    return _each(session, COUNTS, lambda n: quantized(case_id, session, x[:n], 32))
 
 
 def _route(case_id: str, session: Session, numbers: Numbers) -> Outcome:
     logits, bias = numbers.normal(max(COUNTS), 33) * np.float32(2), numbers.normal(33)
-    return _each(COUNTS, lambda n: routed(case_id, session, logits[:n], bias, {"k": 3, "score": "sigmoid", "renorm": 1}))
+    return _each(session, COUNTS, lambda n: routed(case_id, session, logits[:n], bias, {"k": 3, "score": "sigmoid", "renorm": 1}))
 
 
-def _moe(numbers: Numbers, rows: int) -> _Op:
-    data = moe_data(numbers, "f32", rows, 4, 2, 64, 32)
-    return _Op(
-        "moe", lambda n: [In(data.x[:n], "f32", "T"), In(data.ids[:n], "i32", "T"), In(data.weights[:n], "f32", "T"), *data.stacks], (64,),
-        lambda numerics: data.expected("silu", numerics), {"kind": "silu"},
-    )  # fmt: skip
+def _moe(format: str, hidden: int, inner: int) -> Callable[[Numbers, int], _Op]:
+    def make(numbers: Numbers, rows: int) -> _Op:
+        data = moe_data(numbers, format, rows, 4, 2, hidden, inner)
+        return _Op(
+            "moe", lambda n: [In(data.x[:n], "f32", "T"), In(data.ids[:n], "i32", "T"), In(data.weights[:n], "f32", "T"), *data.stacks], (hidden,),
+            lambda numerics: data.expected("silu", numerics), {"kind": "silu"},
+        )  # fmt: skip
+
+    return make
+
+
+def _sample(case_id: str, session: Session, numbers: Numbers, name: str) -> Outcome:
+    drawn = draws(numbers, 257, max(COUNTS), name, "adjusted")
+    return _each(session, COUNTS, lambda n: drawn.judge(session, n))
 
 
 def _written(case_id: str, session: Session, numbers: Numbers, cache: str | None) -> Outcome:
@@ -190,7 +211,7 @@ def _written(case_id: str, session: Session, numbers: Numbers, cache: str | None
         with paged(session, Setup((n,), (n,), 2, 2, 32, 32, 16, cache=cache), numbers) as kit:
             return read_back(case_id, session, numbers, kit)
 
-    return _each(COUNTS, check)
+    return _each(session, COUNTS, check)
 
 
 def _recurrent_rows(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
@@ -267,51 +288,83 @@ def _judge(kit: Any, queries: Sequence[np.ndarray], where: Sequence[np.ndarray])
     return expected
 
 
-ROWS = ("rms_norm", "layer_norm", "softmax", "softcap", "act_mul", "add", "mul", "embed")
+ROWS = ("rms_norm", "layer_norm", "softmax", "softcap", "act_mul", "add", "mul")
+
+
+def _group(format: str) -> str:
+    return "counts.plain" if format in blocks.PLAIN_BYTES else "counts.blocks"
+
+
+def _of_format(format: str) -> Iterator[tuple[str, str, str, Callable[[Numbers, int], _Op], Sequence[int], str]]:
+    """(op, operands, size and name, what makes the operands, counts, length of the sum) of ops with a weight; not linear."""
+    most, block = max(COUNTS), max(block_of(format), 64)
+    width, wide = (100, 1500) if format in blocks.PLAIN_BYTES else (block, block_of(format, 1500))
+    yield "embed", "i32", f"m1_{most}-n{width}/counts", _embed(format, width), COUNTS, "any"
+    yield "embed", "i32", f"m96-n{wide}/tiles", _embed(format, wide), (96,), "any"
+    inner = 32 if format == "f32" else block
+    yield "moe", "f32", f"t1_{most}-e4-k2-c{block}-f{inner}/counts", _moe(format, block, inner), COUNTS, "any"
+    if format in blocks.PLAIN_BYTES:
+        yield "matmul", "f32", f"t1_{most}-h3-n33-k64/counts", _matmul(format, 3, 33, 64), COUNTS, size_bin(64)
+        yield "matmul", "f32", "t130-h2-n130-k200/tiles", _matmul(format, 2, 130, 200), (130,), size_bin(200)
+
+
+def _products() -> Iterator[Case]:
+    """linear in every format."""
+    most = max(COUNTS)
+    for format in FORMATS:
+        k, deep, must, quick = block_of(format, 64), block_of(format, 300), format == "f32", format in ("f32", "q8_0")
+        case_id = f"linear/f32*{format}/row/m1_{most}-n40-k{k}/counts#bound"
+        bin = calibrated(format, f"linear|{format}|counts|{size_bin(k)}")
+        yield Case(case_id, "linear", _group(format), bind(_linear, case_id, format, most, 40, k, "normal", COUNTS), required=must, quick=quick, bin=bin)
+        case_id = f"linear/-/-/linear*{format}/tiles#d2"
+        yield Case(case_id, "linear", "determinism", bind(_linear_alone, case_id, format), "silver", must, quick)
+        for kind in ("sparse", "normal"):
+            case_id = f"linear/f32*{format}/row/m130-n200-k{deep}/{kind}.tiles#bound"
+            bin = calibrated(format, f"linear|{format}|{kind}.tiles|{size_bin(deep)}")
+            yield Case(case_id, "linear", _group(format), bind(_linear, case_id, format, 130, 200, deep, kind, (130,)), required=must, quick=quick and kind == "sparse", bin=bin)
 
 
 def cases() -> Iterator[Case]:
     """Every number of rows, of each op and weight format; then tiles."""
+    yield from _products()
     most = max(COUNTS)
     for format in FORMATS:
-        k, deep = block_of(format, 64), block_of(format, 300)
-        group = "counts.plain" if format in ("f32", "f16", "bf16") else "counts.blocks"
-        case_id = f"linear/f32*{format}/row/m1_{most}-n40-k{k}/counts#bound"
-        yield Case(case_id, "linear", group, bind(_linear, case_id, format, most, 40, k, "normal", COUNTS), required=format == "f32", quick=format in ("f32", "q8_0"))
-        case_id = f"linear/-/-/linear*{format}/tiles#d2"
-        yield Case(case_id, "linear", "determinism", bind(_linear_alone, case_id, format), "silver", format == "f32", format in ("f32", "q8_0"))
-        for kind in ("sparse", "normal"):
-            case_id = f"linear/f32*{format}/row/m130-n200-k{deep}/{kind}.tiles#bound"
-            yield Case(case_id, "linear", group, bind(_linear, case_id, format, 130, 200, deep, kind, (130,)), required=format == "f32", quick=format in ("f32", "q8_0") and kind == "sparse")
+        for op, operands, size, make, counts, length in _of_format(format):
+            exact = op == "embed" and format in blocks.PLAIN_BYTES
+            case_id = f"{op}/{operands}*{format}/row/{size}#{'exact' if exact else 'bound'}"
+            bin = "" if exact else calibrated(format, f"{op}|{format}|{size.rpartition('/')[2]}|{length}")
+            yield Case(case_id, op, _group(format), bind(_rows, case_id, make, counts), required=op in CORE_OPS and format == "f32", quick=op == "embed" and format == "q8_0", bin=bin)
     makes: list[tuple[str, str, Callable[[Numbers, int], _Op], Sequence[int]]] = [(op, f"m1_{most}-n100/counts", _of_rows(op, 100), COUNTS) for op in ROWS]
     makes += [(op, "m96-n1500/tiles", _of_rows(op, 1500), (96,)) for op in ROWS]
     makes += [
-        ("rope", f"t1_{most}-h2-d64-r32/counts", _rope, COUNTS), ("moe", f"t1_{most}-e4-k2-c64-f32/counts", _moe, COUNTS),
-        ("concat", f"t1_{most}-h2-n64_16/counts", _concat, COUNTS), ("dequantize", f"m1_{most}-n96/counts", _dequantize, COUNTS),
-        ("matmul", f"t1_{most}-h3-n33-k64/counts", lambda numbers, rows: _matmul(numbers, rows, 3, 33, 64), COUNTS),
-        ("matmul", "t130-h2-n130-k200/tiles", lambda numbers, rows: _matmul(numbers, rows, 2, 130, 200), (130,)),
+        ("rope", f"t1_{most}-h2-d64-r32/counts", _rope, COUNTS), ("concat", f"t1_{most}-h2-n64_16/counts", _concat, COUNTS), ("dequantize", f"m1_{most}-n96/counts", _dequantize, COUNTS),
     ]  # fmt: skip
     for op, size, make, counts in makes:
-        types = {"moe": "f32*f32", "matmul": "f32*f32", "embed": "i32*f32", "dequantize": "i8"}.get(op, "f32")
-        case_id = f"{op}/{types}/row/{size}#{'exact' if op in ('add', 'mul', 'embed', 'concat') else 'bound'}"
-        yield Case(case_id, op, "counts.rows", bind(_rows, case_id, make, counts), required=op in CORE_OPS, quick=op in ("rms_norm", "rope"))
+        types, exact = "i8" if op == "dequantize" else "f32", op in ("add", "mul", "concat")
+        case_id = f"{op}/{types}/row/{size}#{'exact' if exact else 'bound'}"
+        bin = "" if exact else f"{op}|{types}|{size.rpartition('/')[2]}|any"
+        yield Case(case_id, op, "counts.rows", bind(_rows, case_id, make, counts), required=op in CORE_OPS, quick=op in ("rms_norm", "rope"), bin=bin)
     for op, alone in (("matmul", _matmul_alone), ("attention", _attention_alone)):
         case_id = f"{op}/-/-/{op}/tiles#d2"
         yield Case(case_id, op, "determinism", bind(alone, case_id), "silver", True)
     case_id = f"quantize/f32/row/m1_{most}-n96/counts#bound"
-    yield Case(case_id, "quantize", "counts.rows", bind(_quantize, case_id), required=True)
+    yield Case(case_id, "quantize", "counts.rows", bind(_quantize, case_id), required=True, bin="quantize|f32|counts|any")
     case_id = f"route_topk/f32/row/t1_{most}-e33-k3/counts#bound"
-    yield Case(case_id, "route_topk", "counts.rows", bind(_route, case_id))
+    yield Case(case_id, "route_topk", "counts.rows", bind(_route, case_id), bin="route_topk|f32|counts|any")
+    for name in ("greedy", "all"):
+        case_id = f"sample/f32/row/r1_{most}-v257/{name}.counts#exact"
+        yield Case(case_id, "sample", "counts.rows", bind(_sample, case_id, name), required=True, quick=name == "greedy")
     sequences = f"s1_{max(SEQUENCES)}"
     for op, size in (("short_conv", "c24-k4"), ("delta_rule", "j1-h2-d8_8")):
         for name, count, check in (("counts", f"l1_{most}", _recurrent_rows), ("sequences", sequences, _recurrent_sequences)):
             case_id = f"{op}/f32/row/{count}-{size}/{name}#bound"
-            yield Case(case_id, op, "counts.rows", bind(check, case_id, op))
+            yield Case(case_id, op, "counts.rows", bind(check, case_id, op), bin=f"{op}|f32|{name}|any")
     for cache in (None, *KV_DTYPES):
         for op, name, size, judged in (
             ("attention", "counts", f"l300-q1_{most}-h4_2-d64", _attention), ("attention", "sequences", f"{sequences}-h4_2-d32", _sequences),
             ("kv_write", "counts", f"t1_{most}-k2-d32", _written),
         ):  # fmt: skip
-            case_id = f"{op}/{cache or 'f32'}/row/{size}/{name}{'.cache' if cache else ''}#bound"
-            group = "counts.caches" if cache else "counts.rows"
-            yield Case(case_id, op, group, bind(judged, case_id, cache), required=cache is None, quick=cache is None and name == "sequences")
+            kind = f"{name}.cache" if cache else name
+            case_id = f"{op}/{cache or 'f32'}/row/{size}/{kind}#bound"
+            group, bin = "counts.caches" if cache else "counts.rows", f"{op}|{cache or 'f32'}|{kind}|any"
+            yield Case(case_id, op, group, bind(judged, case_id, cache), required=cache is None, quick=cache is None and name == "sequences", bin=bin)

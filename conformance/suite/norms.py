@@ -154,7 +154,7 @@ def cases() -> Iterator[Case]:
     yield Case("rope/f32/row/t1-h1-d32-r16/distance#prop", "rope", "rope", bind(_turning, "rope/distance"), required=True, quick=True)
     for rows, width, cap in ((3, 33, 30.0), (1, 1000, 50.0), (0, 8, 1.0), (1100, 33, 30.0), (2, VOCABULARY, 30.0)):
         case_id = f"softcap/f32/row/m{rows}-n{width}/cap{cap:g}#bound"
-        yield Case(case_id, "softcap", "rows", bind(_softcap, case_id, rows, width, cap), quick=rows == 3 or width > 65536)
+        yield Case(case_id, "softcap", "rows", bind(_softcap, case_id, rows, width, cap), quick=rows == 3 or width > 65536, bin="softcap|f32|normal|any")
 
 
 def _norm_case(op: str, rows: int, width: int, kind: str, variant: str, quick: bool, heads: int = 0, required: bool = True) -> Case:

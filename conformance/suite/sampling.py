@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ..session import Session
 from .common import bind
 from .linear import VOCABULARY
 
-__all__ = ["cases"]
+__all__ = ["Draws", "cases", "draws"]
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -35,7 +36,43 @@ PARAMETERS: dict[str, dict[str, float]] = {
 }
 
 
-def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, rows: int, name: str, data: str) -> Outcome:
+@dataclass
+class Draws:
+    """What is sampled from, row by row, and the ids that are right. adjust: (id, bias, penalty of repeats, what is subtracted) of each row."""
+
+    name: str
+    logits: np.ndarray
+    u: np.ndarray
+    parameters: Mapping[str, float]
+    adjust: list[list[tuple[int, float, float, float]]]
+    wanted: list[int]
+
+    def judge(self, session: Session, rows: int) -> Outcome:
+        """Samples the first rows, on the device or else on the host. Raises Failure for another id."""
+        flat = [entry for row in self.adjust[:rows] for entry in row]
+        arrays: dict[str, tuple[np.ndarray, str, str]] = {
+            "u": (self.u[:rows], "f64", "R"),
+            **{n: (np.full(rows, self.parameters[n], np.int32 if n == "top_k" else np.float32), "i32" if n == "top_k" else "f32", "R") for n in ("temperature", "top_k", "top_p", "min_p")},
+            "adjust_start": (np.cumsum([0, *map(len, self.adjust[:rows])]).astype(np.int32), "i32", "R+1"),
+            "adjust_ids": (np.array([e[0] for e in flat], np.int32), "i32", "A"),
+            **{n: (np.array([e[i + 1] for e in flat], np.float32), "f32", "A") for i, n in enumerate(("adjust_bias", "adjust_repeat", "adjust_sub"))},
+        }  # fmt: skip
+        operands = [In(self.logits[:rows], "f32", "R"), *(In(a, d, lead) for a, d, lead in arrays.values())]
+        bench = session.bench
+        answer, _ = bench.ask("sample", operands, {}, {"A": len(flat)})
+        if isinstance(answer, No):
+            found, impl, native = host_sample(self.logits[:rows], **{n: a for n, (a, _, _) in arrays.items()}), "host", None
+        else:
+            ran = bench.run("sample", operands, [((rows,), "i32")], {}, {"A": len(flat)})
+            found, impl, native = ran.outs[0], ran.yes.impl, ran.native
+        if found.tolist() != self.wanted[:rows]:
+            r = next(i for i in range(rows) if int(found[i]) != self.wanted[i])
+            raise Failure("exact", f"{impl}: row {r} (u = {self.u[r]:.6g}, {self.name}) gives id {int(found[r])} instead of {self.wanted[r]}", impl=impl, native=native)
+        return Outcome(impl=impl, native=native)
+
+
+def draws(numbers: Numbers, vocabulary: int, rows: int, name: str, data: str) -> Draws:
+    """Random logits f32 [rows, vocabulary]. name: of PARAMETERS; data: what is special about the logits, u or the adjustments."""
     logits = numbers.normal(rows, vocabulary) * np.float32(3)
     if data == "ties":
         logits = np.round(logits)
@@ -61,25 +98,11 @@ def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, r
         logits[np.arange(rows), last] = 100
         adjust = [[*((i, 0.5 * (i % 3), 1.1, 0.25) for i in range(vocabulary - rows)), (int(last[r]), -math.inf, 1.0, 0.0)] for r in range(rows)]
     wanted = [oracle.sample(logits[r], float(u[r]), p["temperature"], int(p["top_k"]), p["top_p"], p["min_p"], adjust[r]) for r in range(rows)]
-    flat = [entry for row in adjust for entry in row]
-    arrays: dict[str, tuple[np.ndarray, str, str]] = {
-        "u": (u, "f64", "R"), **{n: (np.full(rows, p[n], np.int32 if n == "top_k" else np.float32), "i32" if n == "top_k" else "f32", "R") for n in ("temperature", "top_k", "top_p", "min_p")},
-        "adjust_start": (np.cumsum([0, *map(len, adjust)]).astype(np.int32), "i32", "R+1"),
-        "adjust_ids": (np.array([e[0] for e in flat], np.int32), "i32", "A"),
-        **{n: (np.array([e[i + 1] for e in flat], np.float32), "f32", "A") for i, n in enumerate(("adjust_bias", "adjust_repeat", "adjust_sub"))},
-    }  # fmt: skip
-    operands = [In(logits, "f32", "R"), *(In(a, d, lead) for a, d, lead in arrays.values())]
-    bench = session.bench
-    answer, _ = bench.ask("sample", operands, {}, {"A": len(flat)})
-    if isinstance(answer, No):
-        found, impl, native = host_sample(logits, **{n: a for n, (a, _, _) in arrays.items()}), "host", None
-    else:
-        ran = bench.run("sample", operands, [((rows,), "i32")], {}, {"A": len(flat)})
-        found, impl, native = ran.outs[0], ran.yes.impl, ran.native
-    if found.tolist() != wanted:
-        r = next(i for i in range(rows) if int(found[i]) != wanted[i])
-        raise Failure("exact", f"{impl}: row {r} (u = {u[r]:.6g}, {name}) gives id {int(found[r])} instead of {wanted[r]}", impl=impl, native=native)
-    return Outcome(impl=impl, native=native)
+    return Draws(name, logits, u, p, adjust, wanted)
+
+
+def _sample(case_id: str, session: Session, numbers: Numbers, vocabulary: int, rows: int, name: str, data: str) -> Outcome:
+    return draws(numbers, vocabulary, rows, name, data).judge(session, rows)
 
 
 def _case(rows: int, vocabulary: int, name: str, data: str, quick: bool = False) -> Case:

@@ -9,7 +9,7 @@ import pytest
 from fastllm.api import CATALOGUE, KV_DTYPES, Yes
 from fastllm.conformance import oracle
 from fastllm.conformance.bench import Bench
-from fastllm.conformance.mutants.sizes import _Coded
+from fastllm.conformance.mutants.base import CodedBase
 from fastllm.conformance.numbers import Numbers
 from fastllm.conformance.real_sizes import SIZES, format_of
 from fastllm.conformance.session import Session, Target
@@ -24,7 +24,7 @@ class Enough(Exception):
     """The op that a case is about has been given its operands."""
 
 
-class Anything(_Coded):
+class Anything(CodedBase):
     """Takes every format, and samples."""
 
     def supports(self, q):
