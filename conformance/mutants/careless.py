@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from fastllm.api import Tensor
+from fastllm.api import Backend, Buffer, RefBackend, Stream, Tensor
 
-from .base import Breaker, Mutant, MutantBase, post, pre, whole
+from .base import Breaker, LateBase, LateStream, Mutant, MutantBase, post, pre, whole
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -118,6 +118,40 @@ def _few_stored(backend: MutantBase, inputs: list[Any], attrs: Any) -> None:
             inputs[at] = backend.temporary(x, inputs[at])
 
 
+class _UploadsAtOnce(LateBase):
+    """Its ops wait in the stream, its uploads do not."""
+
+    def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
+        """Now."""
+        RefBackend.upload(self, dst, offset, src, stream)
+
+
+class _CopiesAtTheEnd(LateBase):
+    """Copies are done when all that was enqueued has been done, and downloads after them."""
+
+    def copy(self, dst: Buffer, dst_offset: int, src: Buffer, src_offset: int, nbytes: int, stream: Stream) -> None:
+        """Behind the next upload."""
+        assert isinstance(stream, LateStream)
+        self._behind = lambda: LateBase.copy(self, dst, dst_offset, src, src_offset, nbytes, stream)
+
+    def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
+        """Then the copy that waits."""
+        super().upload(dst, offset, src, stream)
+        self._flush()
+
+    def download(self, dst: memoryview, src: Buffer, offset: int, stream: Stream) -> None:
+        """After the copy that waits."""
+        self._flush()
+        super().download(dst, src, offset, stream)
+
+    def _flush(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind()
+
+    _behind: Callable[[], None] | None = None
+
+
 def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
     act, grid = "act_mul/f32/row/*/", f"heads of rows from the {GRID + 1:,}th on are zero"
     yield "act_mul", "clip_of_nan", "rows", "swiglu_oai: a NaN in gate counts as 7", act + "swiglu_oai.gated.special#bound", "bound", _no_nan(0, ("swiglu_oai",))
@@ -142,3 +176,6 @@ def mutants() -> Iterator[Mutant]:
     plain = lambda options: MutantBase(None, options)  # noqa: E731
     for op, name, family, what, cases, rule, breaker in _table():
         yield Mutant(f"{op}.{name}", family, what, cases, rule, make(op, breaker), plain)
+    late: Callable[[Mapping[str, str]], Backend] = lambda options: LateBase(None, options)  # noqa: E731
+    for name, what, kind in (("uploads_at_once", "uploads do not wait for the ops before them", _UploadsAtOnce), ("copies_behind_uploads", "a copy is done behind the next upload", _CopiesAtTheEnd)):
+        yield Mutant(f"stream.{name}", "order", what, "backend/*/filled_again#contract", "contract", lambda options, k=kind: k(None, options), late)  # type: ignore[misc]

@@ -27,6 +27,7 @@ def all_cases() -> dict[str, Case]:
         experts,
         gates,
         grids,
+        hazards,
         honesty,
         linear,
         memory,
@@ -46,7 +47,7 @@ def all_cases() -> dict[str, Case]:
 
     found: dict[str, Case] = {}
     parts: Iterable[Iterable[Case]] = (
-        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales, splits, gates, tables, continued, grids, below, tails)
+        module.cases() for module in (linear, norms, elementwise, decomposed, attention, caches, contexts, experts, recurrent, properties, memory, sampling, honesty, contract, determinism, models, serving, counts, specials, steps, scales, splits, gates, tables, continued, grids, below, tails, hazards)
     )
     for case in (c for part in parts for c in part):
         if case.id in found:
