@@ -59,6 +59,26 @@ def _hidden_below(backend: MutantBase, honest: Callable[..., None]) -> Callable[
     return call
 
 
+def _alone_without_maximum(backend: MutantBase, honest: Callable[..., None]) -> Callable[..., None]:
+    """Of a row that is the only one of its sequence no maximum is taken."""
+
+    def call(query: Tensor, cache: Tensor, *step: Any, out: Tensor, stream: Any, **attrs: Any) -> None:
+        honest(query, cache, *step, out=out, stream=stream, **attrs)
+        where, starts, lengths, table = (backend.array(step[i]) for i in range(4))
+        q, result = backend.array(query), backend.array(out)
+        for s, length in enumerate(lengths.tolist()):
+            t = int(starts[s])
+            if starts[s + 1] - t != 1:
+                continue
+            keys, _ = backend._gather(cache, table[s], length, attrs["value_dim"], stream)
+            for h in range(q.shape[1]):
+                score = attrs["scale"] * (keys[: where[t] + 1, h // (q.shape[1] // keys.shape[1])] @ q[t, h])
+                if np.isinf(np.exp(score.astype(F32))).any():
+                    result[t, h] = np.nan
+
+    return call
+
+
 def _positive_only(out: tuple[Array, Array], arrays: list[Any], attrs: Any) -> None:
     """The search for the best begins with id 0 and the score 0: where none is positive, 0 is found."""
     logits, bias = arrays[0], arrays[1] if len(arrays) > 1 else None
@@ -159,6 +179,7 @@ def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
     yield "act_mul", "relu_of_nan", "rows", "relu: a NaN counts as 0", act + "relu.gated.special#bound", "bound", _no_nan(0, ("relu",))
     yield "softmax", "maximum_from_0", "rows", "the maximum is sought from 0 on", "softmax/f32/row/*/below#bound", "bound", whole(_maximum_from_0)
     yield "attention", "maximum_from_0", "attention", "the running maximum begins with 0", "attention/f32/row/l40-*/below#bound", "bound", _hidden_below
+    yield "attention", "no_maximum_alone", "attention", "a row alone in its sequence has no maximum taken", "attention/f32/row/l40-*/above#bound", "bound", _alone_without_maximum
     yield "route_topk", "scores_from_0", "experts", "the best score is sought from 0 on", "route_topk/*.below#bound", "exact", post(_positive_only)
     yield "rope", "one_table", "rows", "one table of angles for all frequencies of one number", "rope/f32/row/*/*.tables#bound", "bound", _one_table
     yield "delta_rule", "state_between_chunks", "recurrent", f"of a piece that goes on, rows behind the first {CHUNK} are a hundredth less", "delta_rule/*/continued#bound", "bound", _state_between_chunks(8, 0.99)
