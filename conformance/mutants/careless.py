@@ -9,7 +9,7 @@ import numpy as np
 
 from fastllm.api import Backend, Buffer, RefBackend, Stream, Tensor
 
-from .base import Breaker, LateBase, LateStream, Mutant, MutantBase, post, pre, whole
+from .base import Breaker, LateBase, Mutant, MutantBase, post, pre, whole
 from .numeric import make
 
 __all__ = ["mutants"]
@@ -146,12 +146,14 @@ class _UploadsAtOnce(LateBase):
         RefBackend.upload(self, dst, offset, src, stream)
 
 
-class _CopiesAtTheEnd(LateBase):
-    """Copies are done when all that was enqueued has been done, and downloads after them."""
+class _CopiesBehindUploads(LateBase):
+    """A copy is done behind the next upload, or before the next copy or download if that comes first."""
+
+    _behind: Callable[[], None] | None = None
 
     def copy(self, dst: Buffer, dst_offset: int, src: Buffer, src_offset: int, nbytes: int, stream: Stream) -> None:
         """Behind the next upload."""
-        assert isinstance(stream, LateStream)
+        self._flush()
         self._behind = lambda: LateBase.copy(self, dst, dst_offset, src, src_offset, nbytes, stream)
 
     def upload(self, dst: Buffer, offset: int, src: memoryview, stream: Stream) -> None:
@@ -168,8 +170,6 @@ class _CopiesAtTheEnd(LateBase):
         behind, self._behind = self._behind, None
         if behind is not None:
             behind()
-
-    _behind: Callable[[], None] | None = None
 
 
 def _table() -> Iterator[tuple[str, str, str, str, str, str, Breaker]]:
@@ -198,5 +198,5 @@ def mutants() -> Iterator[Mutant]:
     for op, name, family, what, cases, rule, breaker in _table():
         yield Mutant(f"{op}.{name}", family, what, cases, rule, make(op, breaker), plain)
     late: Callable[[Mapping[str, str]], Backend] = lambda options: LateBase(None, options)  # noqa: E731
-    for name, what, kind in (("uploads_at_once", "uploads do not wait for the ops before them", _UploadsAtOnce), ("copies_behind_uploads", "a copy is done behind the next upload", _CopiesAtTheEnd)):
+    for name, what, kind in (("uploads_at_once", "uploads do not wait for the ops before them", _UploadsAtOnce), ("copies_behind_uploads", "a copy is done behind the next upload", _CopiesBehindUploads)):
         yield Mutant(f"stream.{name}", "order", what, "backend/*/filled_again#contract", "contract", lambda options, k=kind: k(None, options), late)  # type: ignore[misc]

@@ -47,7 +47,7 @@ def _op(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
 
 
 def _cached(case_id: str, session: Session, numbers: Numbers, op: str) -> Outcome:
-    """A prompt is written in one call, and read with a window of one key, which gives the values to the bit, or of all keys in blocks."""
+    """A prompt is written in one call, and read with a window of one key, which gives the values to the bit."""
     setup = Setup((ROWS,), (ROWS,), HEADS, HEADS if op == "kv_write" else 1, WIDTH, WIDTH, 64)
     with paged(session, setup, numbers) as kit:
         where = setup.positions(0)

@@ -74,8 +74,8 @@ def _rows(kit: Paged, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
     return numbers.normal(len(where), setup.heads, setup.dk), where
 
 
-def _each(kit: Paged, count: int) -> None:
-    """So many sequences over the blocks of the first."""
+def _sequences(kit: Paged, count: int) -> None:
+    """So many sequences of one row each, over the blocks of the first."""
     kit.table = kit.table.repeat(count, axis=0)
     kit.setup = replace(kit.setup, lengths=kit.setup.lengths * count, rows=(1,) * count, prefix=kit.setup.prefix * count)
     kit.keys, kit.values = kit.keys * count, kit.values * count
@@ -92,7 +92,7 @@ def _split(case_id: str, session: Session, numbers: Numbers, setup: Setup) -> Ou
             declared(setup.cache, together.yes.weight)
         first = expect(session, case_id, together, [kit.expected([query], [where], together)])
         count = setup.rows[0]
-        _each(kit, count)
+        _sequences(kit, count)
         queries, places = np.split(query[:count], count), np.split(where[:count], count)
         alone = kit.attend(queries, places)
         return max(first, expect(session, case_id, alone, [kit.expected(queries, places, alone)]), key=lambda outcome: outcome.margin or 0.0)
@@ -114,7 +114,7 @@ def _same(case_id: str, session: Session, numbers: Numbers, rule: str) -> Outcom
         for part in (slice(first, first + 1), slice(first, first + 33), slice(len(where) - 2, len(where))):
             if not same_bits(kit.attend([query[part]], [where[part]]).outs[0], whole.outs[0][part]):
                 raise Failure("d2", f"rows {part.start}…{part.stop - 1} of attention over {LENGTH} keys have other bits than in the step with all")
-        _each(kit, len(where))
+        _sequences(kit, len(where))
         alone = kit.attend(np.split(query, len(where)), np.split(where, len(where))).outs[0]
         if not same_bits(alone, whole.outs[0]):
             row = int(np.flatnonzero((alone.view(np.uint32) != whole.outs[0].view(np.uint32)).reshape(len(alone), -1).any(1))[0])
