@@ -210,7 +210,7 @@ def make_app(runtime: Runtime) -> Gate:
                 generation.constraint = constraint
                 generation.submit()
                 runtime.enter(generation, generation.outbox)
-                return Reply(runtime, generation, reply_headers(ready, generation.seed))
+                return Reply(runtime, generation, reply_headers(ready, None if embeds else generation.seed))  # nothing is drawn for a vector
 
         return handler
 

@@ -183,7 +183,7 @@ class ChatBody(Sampling):
     continue_final_message: bool | None = Field(None, description="Go on inside of the last message.")
     chat_template: str | None = Field(None, description="Only with --allow-request-template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables that the model's template reads.")
-    reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high.")
+    reasoning_effort: str | None = Field(None, description="How long the model may reason: none, minimal, low, medium, high, xhigh or max; a template may know others.")
     thinking_budget: int | None = Field(None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then its end is forced.")
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(None, description="none: reasoning stays in the content.")
     tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="Functions that the model may call.")

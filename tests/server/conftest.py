@@ -91,10 +91,10 @@ class Server:
         return Description(describe(self.runtime.gate.app, self.settings))
 
     def _described(self, answer: Any) -> None:
-        media = answer.headers.get("content-type", "")
-        if self.runtime is not None and not media.startswith("text/event-stream"):
-            request, raw = answer.request, answer.read()
-            self.description.answer(request.method, request.url.path.removeprefix(self.settings.root_path), answer.status_code, media, raw)
+        if self.runtime is not None:
+            streams = answer.headers.get("content-type", "").startswith("text/event-stream")
+            request, raw = answer.request, b"" if streams else answer.read()
+            self.description.answer(request.method, request.url.path.removeprefix(self.settings.root_path), answer.status_code, answer.headers, raw)
 
     def _run(self) -> None:
         def ready(runtime: Runtime) -> None:

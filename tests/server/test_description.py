@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from fastllm.server import answer_schemas, chat_schemas, event_schemas, schemas
@@ -63,16 +65,36 @@ def test_a_stream_that_fails_is_described_too(start, parse, brake):
         server.close()
 
 
-def test_a_wrong_answer_would_be_seen(server):
+EVERY = {"x-request-id": "r", "request-id": "r", "x-content-type-options": "nosniff"}
+JSON = {**EVERY, "content-type": "application/json"}
+REFUSED_HEAD = {**JSON, "x-should-retry": "false"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "headers", "raw"),
+    [
+        ("GET", "/live", 200, JSON, b'{"status": "ok", "more": 1}'),
+        ("GET", "/live", 418, JSON, b"{}"),
+        ("GET", "/live", 200, {**JSON, "content-type": "text/plain"}, b"ok"),
+        ("GET", "/live", 200, {**JSON, "x-other": "1"}, b'{"status": "ok"}'),
+        ("GET", "/live", 200, {**JSON, "x-content-type-options": "sniff"}, b'{"status": "ok"}'),
+        ("GET", "/live", 200, {"content-type": "application/json"}, b'{"status": "ok"}'),
+        ("HEAD", "/live", 200, JSON, b'{"status": "ok"}'),
+        ("POST", MESSAGES, 400, REFUSED_HEAD, b'{"error": {"message": "", "type": "", "param": null, "code": null}}'),
+        ("POST", MESSAGES, 400, JSON, b'{"type": "error", "error": {"message": "", "type": ""}, "request_id": "r"}'),
+        ("POST", CHAT, 503, {**JSON, "retry-after": "soon"}, b'{"error": {"message": "", "type": "", "param": null, "code": null}}'),
+        ("PUT", CHAT, 405, REFUSED_HEAD, b'{"error": {"message": "", "type": "", "param": null, "code": null}}'),
+        ("GET", "/nope", 404, JSON, b'{"error": {"message": "", "type": "", "param": null, "code": null}}'),
+        ("OPTIONS", CHAT, 204, EVERY, b""),
+    ],
+)
+def test_a_wrong_answer_would_be_seen(server, method, path, status, headers, raw):
     """The check that stands behind every test."""
-    for path, status, media, raw in (
-        ("/live", 200, "application/json", b'{"status": "ok", "more": 1}'),
-        ("/live", 418, "application/json", b"{}"),
-        ("/live", 200, "text/plain", b"ok"),
-        (MESSAGES, 400, "application/json", b'{"error": {"message": "", "type": "", "param": null, "code": null}}'),
-    ):
-        with pytest.raises(AssertionError):
-            server.description.answer("GET" if path == "/live" else "POST", path, status, media, raw)
+    with pytest.raises((AssertionError, ValueError)):
+        server.description.answer(method, path, status, headers, raw)
+
+
+def test_a_wrong_event_would_be_seen(server):
     with pytest.raises(AssertionError):
         server.description.events(CHAT, [{"id": "x"}])
 
@@ -80,7 +102,7 @@ def test_a_wrong_answer_would_be_seen(server):
 def test_errors_are_described_as_each_interface_words_them(server):
     schema = {}
     for path, methods in server.description.document["paths"].items():
-        for told in methods.values():
+        for told in (told for method, told in methods.items() if method != "head"):
             schema[path] = told["responses"]["400"]["content"]["application/json"]["schema"]
     assert schema[CHAT] == {"$ref": "#/components/schemas/Error"}
     assert schema[MESSAGES] == schema["/v1/messages/count_tokens"] == {"$ref": "#/components/schemas/AnthropicError"}
@@ -102,7 +124,9 @@ def test_the_description_follows_the_options(server):
     assert full["servers"] == [{"url": "/llm"}]
     assert full["components"]["schemas"]["ChatBody"]["properties"]["n"]["anyOf"][0]["maximum"] == 3
     before, after = names(plain), names(full)
-    assert (before[CHAT]["post"] ^ after[CHAT]["post"]) == {"200", "401", "404", "429"}
+    assert (before[CHAT]["post"] ^ after[CHAT]["post"]) == {"200", "401", "408", "413", "415", "429"}  # a server that embeds refuses a chat unread
+    assert (before["/v1/embeddings"]["post"] ^ after["/v1/embeddings"]["post"]) == {"200", "401", "404", "408", "413", "415", "429", "499"}
+    assert (before["/v1/cancel"]["post"] ^ after["/v1/cancel"]["post"]) == {"200", "401", "408", "413", "415", "429"}
     assert "200" in after["/v1/embeddings"]["post"] - before["/v1/embeddings"]["post"]
     for path in ("/metrics", "/", "/assets/app.js"):
         assert ("200" in before[path]["get"], "501" in before[path]["get"]) == (True, False)
@@ -111,6 +135,75 @@ def test_the_description_follows_the_options(server):
         assert ("200" in before[path][method], "200" in after[path][method]) == (False, True)
     assert before["/v1/responses/{response_id}"]["get"] >= {"404"}
     assert "200" not in after["/v1/responses/{response_id}"]["get"]
+
+
+def test_every_get_has_a_head_and_headers_follow_the_options(server):
+    app = server.runtime.gate.app
+    plain = describe(app, ServerSettings())
+    for path, methods in plain["paths"].items():
+        assert ("get" in methods) == ("head" in methods), path
+        for status, told in methods.get("head", {"responses": {}})["responses"].items():
+            assert "content" not in told
+            assert told["headers"] == methods["get"]["responses"][status]["headers"]
+    asked = describe(app, ServerSettings(origins=("https://page.example",)))
+    for name in ("access-control-allow-origin", "access-control-expose-headers", "vary"):
+        assert name in asked["paths"][CHAT]["post"]["responses"]["200"]["headers"]
+        assert name not in plain["paths"][CHAT]["post"]["responses"]["200"]["headers"]
+    assert "access-control-allow-headers" in asked["components"]["responses"]["Options"]["headers"]
+
+
+@pytest.fixture(scope="module")
+def limited(start):
+    """A server with a key and its limits, for pages of another origin, that can cancel; `client` holds each answer to the description."""
+    running = start(keys=("a-good-key",), key_per_minute=30, key_concurrent=3, origins=("https://page.example",), dev=True, max_body=1 << 16, strict_model=True)
+    yield running
+    running.close()
+
+
+def test_headers_of_real_answers_are_described(limited, http, brake, wait_until):
+    """`Server.client` compares each: what comes is described, and what is always there comes."""
+    client, key = limited.client, {"authorization": "Bearer a-good-key"}
+    chat = {"messages": HI, "max_tokens": 1}
+    page = {"origin": "https://page.example"}
+    seen = {
+        "401": client.post(CHAT, json=chat),
+        "403": client.get("/v1/models", headers={**key, "origin": "https://other.example"}),
+        "404": client.post(CHAT, json={**chat, "model": "other"}, headers=key),
+        "405": client.put(CHAT, headers=key),
+        "413": client.post(CHAT, json={**chat, "user": "x" * (1 << 16)}, headers=key),
+        "415": client.post(CHAT, content=b"x", headers={**key, "content-type": "text/plain"}),
+        "429": client.post(CHAT, json={**chat, "n": 4}, headers=key),
+        "400": client.post(CHAT, json={**chat, "temperature": 9}, headers={**key, **page}),
+        "200": client.post(CHAT, json={**chat, "max_tokens": 5000, "other": 1}, headers={**key, **page}),
+        "204": client.options(CHAT, headers={**page, "access-control-request-headers": "x-own"}),
+    }
+    assert {code: str(answer.status_code) for code, answer in seen.items()} == {code: code for code in seen}
+    assert seen["405"].headers["allow"] == "OPTIONS, POST"
+    assert seen["429"].headers["x-should-retry"] == "false"
+    assert {"x-fastllm-ignored", "x-fastllm-warning", "x-fastllm-seed", "access-control-allow-origin"} <= set(seen["200"].headers)
+    assert "x-should-retry" in seen["400"].headers["access-control-expose-headers"]
+    assert client.get("/nope", headers=key).status_code == 404
+    assert client.head("/v1/models", headers=key).status_code == http.head("/").status_code == 200
+    assert http.get("/v1/models?other=1").headers["x-fastllm-ignored"] == "other"
+    while (late := client.post("/tokenize", json={"prompt": "a"}, headers=key)).status_code == 200:
+        pass
+    assert int(late.headers["retry-after"]) >= 1
+
+
+def test_who_is_cancelled_sees_it(start, brake, wait_until):
+    server = start(dev=True)
+    try:
+        held = brake(server)
+        with ThreadPoolExecutor(1) as threads:
+            slow = threads.submit(server.client.post, CHAT, json={"messages": HI, "max_tokens": 5, "other": 1}, headers={"x-request-id": "mine"})
+            wait_until(lambda: len(server.runtime.active) == 1)
+            assert server.client.post("/v1/cancel", json={"id": "mine"}).json() == {"id": "mine", "cancelled": True}
+            answer = slow.result()
+        assert (answer.status_code, answer.json()["error"]["code"], answer.headers["x-fastllm-ignored"]) == (499, "cancelled", "other")
+        assert answer.headers["x-should-retry"] == "false"
+        held.release()
+    finally:
+        server.close()
 
 
 def test_what_is_refused_is_described_and_asks_for_nothing_at_most(server, http):
