@@ -201,7 +201,7 @@ class Gate:
             ends: dict[str, tuple[Endpoint, dict[str, str]]] = {}
             for pattern, more in self._patterns:
                 if match := pattern.fullmatch(form):  # `$` alone is also before a line end
-                    ends |= {method: (endpoint, match.groupdict()) for method, endpoint in more.items()}
+                    ends = {method: (endpoint, match.groupdict()) for method, endpoint in more.items()} | ends  # the first route with a method has it
             ends |= {method: (endpoint, {}) for method, endpoint in self._exact.get(form, {}).items()}
             if ends:
                 return form, ends

@@ -118,6 +118,24 @@ def test_each_method_of_each_route_is_the_gates_own(server):
         assert {ends[method][0] for method in route.methods} == {route.endpoint}
 
 
+def test_of_two_patterns_that_fit_a_path_the_first_has_it(table):
+    app, runtime = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None), table[1][""]._runtime
+
+    def told(name):
+        async def endpoint(request: fastapi.Request):
+            return JSONResponse([name, request.path_params])
+
+        return endpoint
+
+    for path, methods in (("/v1/things/{name}", ["GET"]), ("/v1/things/{way:path}", ["GET", "POST"])):
+        app.add_api_route(path, told(path), methods=methods)
+    gate = Gate(app, runtime)
+    for method, path in itertools.product(("GET", "POST"), ("/v1/things/a", "/v1/things/a/b")):
+        status, _, body = ask(gate, method, path)
+        assert (status, body) == (200, ask(app, method, path)[2])
+    assert ask(gate, "GET", "/v1/things/a")[2] == ["/v1/things/{name}", {"name": "a"}]
+
+
 def test_a_line_end_is_no_end_of_a_path(server, table):
     """In a pattern, `$` is also before it: FastAPI takes this for the same path without."""
     app, gates = table
