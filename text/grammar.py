@@ -148,8 +148,8 @@ class _Bytes:
 class GrammarCompiler:
     """Compiles grammars for one model and keeps the latest, by content. Safe to share between threads.
 
-    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. timing_only: only how long a source takes to read is wanted (`_Bytes`), and
-    nothing is kept.
+    tokenizer: the model's. vocab_size: rows of its logits, at least the tokenizer's. timing_only: only how long a source takes to read is wanted, and whether it
+    can be followed (`_Bytes`); nothing is kept.
     Every method raises InvalidRequest, which names the field `param`, for a source that is too large, not valid, or outside of what can be enforced.
     """
 

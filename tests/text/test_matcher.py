@@ -113,14 +113,15 @@ def test_a_text_that_must_come_needs_no_thread_where_the_library_is_slow(compile
     assert seen == [True, False, False, True]
 
 
-def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler):
+def test_slow_looks_at_what_is_forced_are_left_to_the_thread_of_masks(compiler, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", 0.1)  # what a busy machine does not make of a quick call
     one = compiler.regex("[ab]*c")()
     token = compiler._tokenizer.encode("a", add_special=False, parse_special=False)[0]
     library = one._matcher
 
     class Slow:
         def compute_ff_tokens(self):
-            time.sleep(2 * matcher.SLOW_S)
+            time.sleep(1.5 * matcher.SLOW_S)
             return library.compute_ff_tokens()
 
         def __getattr__(self, name):
@@ -225,4 +226,5 @@ def test_a_mask_that_nobody_took_is_not_waited_for(compiler, monkeypatch):
     monkeypatch.setattr(one._sort, "worker", SimpleNamespace(put=put))
     with pytest.raises(MemoryError):
         one.ahead()
+    assert not one._done.locked()
     assert one.mask().any()
