@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -178,7 +179,9 @@ def self_test(names: Sequence[str] = (), jobs: int = 2, progress: Callable[[Kill
     if names:
         for pattern in names:
             if not any(matches(n, pattern) for n in chosen):
-                raise UsageError(f"--mutant {pattern} fits no mutant", fix=f"known: {', '.join(chosen)}")
+                near = get_close_matches(pattern.replace("*", ""), chosen, 3, 0.4)
+                text = f"like it: {', '.join(near)}; " if near else ""
+                raise UsageError(f"--mutant {pattern} fits no mutant", fix=f"{text}docs/conformance.md has the table of all {len(chosen)}")
         chosen = [n for n in chosen if any(matches(n, p) for p in names)]
     found = []
     with ProcessPoolExecutor(jobs, mp_context=_spawn()) as pool:

@@ -130,3 +130,10 @@ def test_a_kernel_that_needs_more_of_a_bound_than_allowed_does_not_calibrate(mon
     with pytest.raises(UsageError, match=r"ref needs 0\.76 of the bound of softmax/.* \(bin softmax\|.*; at most 0\.75"):
         calibrate([named_target("ref")], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_fits_no_mutant_is_an_error_with_a_few_that_are_like_it():
+    with pytest.raises(UsageError, match="fits no mutant") as error:
+        self_test(["attention.mask_plus"])
+    assert "attention.mask_plus_1" in error.value.fix
+    assert len(error.value.fix) < 300
