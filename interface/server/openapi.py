@@ -41,7 +41,7 @@ _STATUSES: Final = {
 _DEV: Final = ("/v1/requests", "/v1/cancel")
 _EMBEDS: Final = ("/v1/embeddings", "/v1/rerank")
 _OTHERWISE: Final = """Every path answers OPTIONS as `components.responses.Options`, and methods that it has not as `components.responses.MethodNotAllowed`; \
-a path that there is not is answered as `components.responses.NotFound`, once the request may come in. Every path is there with and without `/v1`, and with `/` at its end."""
+a path that there is not is answered as `components.responses.NotFound`, once the request may come in. Every path but `/` is there with and without `/v1`, and with `/` at its end."""
 
 Headers = tuple[str, ...]
 _ALL: Final[Headers] = ("x-request-id", "request-id", "x-content-type-options")
