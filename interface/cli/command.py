@@ -229,6 +229,8 @@ class Command(click.Command):
             if row is None or row.kind == "same" or (row.kind != "new" and name in known):
                 out.append(arg)
                 if name in known and not equals:
+                    if _stands_alone(known[name], rest):
+                        out[-1] += f"={known[name].flag_value}"
                     out += _values(arg, known[name], rest)
             elif row.kind == "no":
                 raise refusal(name, row)
@@ -267,10 +269,22 @@ class Group(click.Group):
 
 def _values(arg: str, option: click.Option, rest: deque[str]) -> list[str]:
     """The values that belong to an option of ours, which must not be read as flags."""
-    optional = not option.is_flag and isinstance(option.flag_value, str | float)  # such a value is never one that looks like a flag
-    if option.is_flag or option.count or optional or (not arg.startswith("--") and len(arg) > 2):
+    if option.is_flag or option.count or _may_stand_alone(option) or (not arg.startswith("--") and len(arg) > 2):
         return []
     return [rest.popleft() for _ in range(min(option.nargs, len(rest)))]
+
+
+def _may_stand_alone(option: click.Option) -> bool:
+    """Whether the value of an option may be left out. Such a value is never one that looks like a flag."""
+    return not option.is_flag and isinstance(option.flag_value, str | float)
+
+
+def _stands_alone(option: click.Option, rest: deque[str]) -> bool:
+    """Whether the value of an option is left out: what follows is none."""
+    try:
+        return _may_stand_alone(option) and (not rest or option.type.convert(rest[0], option, None) is None)
+    except click.BadParameter:
+        return True
 
 
 def foreign(name: str, shown: str, error: Exception | None = None) -> Exception:

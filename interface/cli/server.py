@@ -113,6 +113,9 @@ def run_server(model: str | None, values: dict[str, Any], opened: Callable[[Sequ
     if values["tls_key"] and not values["tls_cert"]:
         raise UsageError("--tls-key is the key of a certificate, and none is named", fix="--tls-cert FILE")
     tls = Tls(values["tls_cert"], values["tls_key"]) if values["tls_cert"] else None
+    for place in ("hosts", "port"):
+        if values["uds"] and click.get_current_context().get_parameter_source(place) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--uds is a socket of its own, beside which --{place.rstrip('s')} has no meaning", who="--uds", fix="leave one of them out")
     sockets = open_sockets(() if values["uds"] else values["hosts"], values["port"], values["uds"])
     try:
         with Reporter.of(values) as reporter:

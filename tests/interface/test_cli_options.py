@@ -143,8 +143,16 @@ def test_an_option_whose_value_may_be_left_out_swallows_no_flag():
     assert {long_name(p) for _, p in optional} >= {"--embedding", "--soak"}
     for command, option in optional:
         notes = []
-        assert command._written([long_name(option), "--low", "--amx", "on"], notes, {}) == [long_name(option)]
+        assert command._written([long_name(option), "--low", "--amx", "on"], notes, {}) == [f"{long_name(option)}={option.flag_value}"]
         assert [line.split()[0] for line in notes] == ["--low", "--amx"]
+
+
+def test_an_option_whose_value_may_be_left_out_swallows_no_model():
+    assert parsed("server", "--embedding", "MODEL")["embedding"] == "last"
+    assert parsed("server", "--embedding", "MODEL")["model"] == "MODEL"
+    assert parsed("server", "--embedding", "mean", "MODEL")["embedding"] == "mean"
+    assert parsed("server", "--embedding=cls", "MODEL")["embedding"] == "cls"
+    assert parsed("server", "MODEL", "--embedding")["embedding"] == "last"
 
 
 def test_a_flag_without_effect_is_one_line_and_an_error_under_strict(run, tiny_model):

@@ -189,7 +189,7 @@ def served(tmp_path, model_folder) -> Iterator[Callable[..., SimpleNamespace]]:
     running = []
 
     def start(*options, form=("server",), env=None, model=True, log=None):
-        command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), "--port", "0", *options]
+        command = [sys.executable, "-m", "fastllm", *form, *([str(model_folder)] if model else []), *(() if "--uds" in options else ("--port", "0")), *options]
         environment = {**os.environ, "FASTLLM_OFFLINE": "1", "XDG_STATE_HOME": str(tmp_path), **(env or {})}
         log = (tmp_path / f"log{len(running)}").open("a+") if log is None else log  # appended to: reading moves where the process would write
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL)

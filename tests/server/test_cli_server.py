@@ -96,6 +96,14 @@ def test_a_socket_of_the_file_system(served, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("place", [("--port", "8001"), ("--host", "0.0.0.0")])
+def test_a_socket_of_the_file_system_has_no_port(command, tmp_path, place):
+    seen = command("--uds", str(tmp_path / "s"), *place)
+    assert seen.code == 2
+    assert f"beside which {place[0]} has no meaning" in seen.err
+    assert not (tmp_path / "s").exists()
+
+
 @pytest.mark.parametrize("log", ["full", "closed"])
 def test_a_log_that_cannot_be_written_keeps_nobody_from_being_served(served, log):
     if log == "full":
