@@ -13,7 +13,8 @@
  *
  * The more evenly a row is spread, the more of its tokens decide. How many it takes at least is known before the first is asked for
  * (fl_held_questions), so where the mask is quicker it is taken at once. Its bits then answer for the whole list (fl_held_mask), without
- * a look at the row; only where the list ends before the token is known is the row read again, under its mask.
+ * a look at the row. Where the list ends before the token is known, all tokens of a mask that has few are listed (fl_held_few); only under
+ * one with more is the row read again.
  *
  * Weights do not quite fall with the logit: exp is rounded, so of two tokens side by side the lower one may weigh more. So min_p leaves
  * no prefix of the order, and no token bounds the weight of those behind it by its own (fl_held_most).
@@ -152,6 +153,29 @@ static void fl_held_mask(fl_held *h, const uint32_t *mask) {
     h->count = kept;
     h->known = fl_held_end(h);
     if (kept > 0 && h->keys[0] != first) fl_held_weigh(h);
+}
+
+/* Lists all that a mask leaves of row [n], if these are few and finite ones are among them; the row is usable, and has no adjustments. */
+static void fl_held_few(fl_held *h, const float *row, int64_t n, const uint32_t *mask) {
+    uint64_t keys[FL_LISTED];
+    int64_t count = 0;
+    for (int64_t w = 0; w < (n + 31) / 32; w++) {
+        for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1) {
+            const int64_t id = 32 * w + __builtin_ctz(bits);
+            if (id >= n) break;
+            const int32_t order = fl_order(row[id]);
+            if (order <= FL_MINUS_INF) continue;
+            if (count == FL_LISTED) return;
+            keys[count++] = fl_key(order, id);
+        }
+    }
+    if (count == 0) return;
+    fl_in_order(keys, count, h->keys);
+    h->count = count;
+    h->whole = 1;
+    h->likeliest = 0;
+    h->known = fl_held_end(h);
+    fl_held_weigh(h);
 }
 
 /* top_p keeps the tokens up to that at which the cumulative weight exceeds this. */

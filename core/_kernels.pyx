@@ -101,6 +101,7 @@ cdef extern from "_held.h" nogil:
     int32_t fl_held_asked(const fl_held *held, int64_t further)
     void fl_held_answer(fl_held *held, int allowed)
     void fl_held_mask(fl_held *held, const uint32_t *mask)
+    void fl_held_few(fl_held *held, const float *row, int64_t n, const uint32_t *mask)
     int32_t fl_held_next(const fl_held *held)
     int64_t fl_held_questions(const fl_held *held)
 
@@ -555,6 +556,8 @@ cdef int32_t _under_mask(
         bits = <const uint32_t *>_in(mask)
     held[row] = (mask,)
     fl_held_mask(asked, bits)
+    if bits != NULL and fl_held_next(asked) == FL_UNDECIDED and sampler.adjust_start[row] == sampler.adjust_start[row + 1]:
+        fl_held_few(asked, logits + row * n, n, bits)
     if asked.likeliest and asked.count == 0:
         _list_more(logits, n, sampler, asked, row)
         fl_held_mask(asked, bits)

@@ -20,7 +20,6 @@ Matchers are made by `grammar.Grammar`, and used by the engine's thread.
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import threading
-from collections import deque
 
 import numpy as np
 
@@ -72,13 +71,15 @@ cdef class Matcher:
     cdef public Sort _sort
     cdef public object _ready  # u32 [words] or None: the next mask
     cdef object _own  # u32 [≥ words] or None: this matcher's masks, one after the other
-    cdef object _must  # deque: tokens that must come next, where that was looked up; once for all of a text: 1 MB takes long
+    cdef list _must  # tokens that must come, the next one at `_next`, if that is looked up: once for a whole text, 1 MB takes long
+    cdef Py_ssize_t _next, _end
     cdef bint _looked
     cdef readonly bint _coming  # a mask is being computed
     cdef readonly object _done  # lock: held from `ahead` until the mask is there
     cdef object _error
     cdef int _questions  # that may still be asked for the next token
     cdef set _agreed  # that may come, by what was asked
+    cdef bint _agreed_any
     cdef bint _needed  # single tokens did not decide the next one
     cdef int _undecided  # tokens in a row of which that is true
     cdef readonly int _unmasked  # tokens since the last mask
@@ -86,9 +87,10 @@ cdef class Matcher:
 
     def __init__(self, matcher, Sort sort, Matcher first=None):
         self._matcher, self._sort = matcher, sort
-        self._must, self._agreed, self._done = deque(), set(), threading.Lock()
+        self._must, self._agreed, self._done = [], set(), threading.Lock()
         if first is not None:
-            self._ready, self._must, self._looked = first._mask(), first._must.copy(), first._looked
+            self._ready, self._looked = first._mask(), first._looked
+            self._must, self._next, self._end = first._must, first._next, first._end
 
     def mask(self):
         """u32 [words]: bit id % 32 of word id // 32 is 1 where the token may come next; valid until `accept`. Raises
@@ -99,17 +101,20 @@ cdef class Matcher:
     def check(self):
         """The one token that must come; else what says of each of some tokens whether the mask has it, None: the mask is
         quicker, or alone knows. Valid until `accept`; raises as `mask`."""
+        cdef double question_s = QUESTION_S, most = MAX_QUESTIONS
+        cdef int least = MIN_QUESTIONS
         if self._ready is None:
             if not (self._looked or self._coming or self._slow):
                 self._look()
-            if self._coming or (not self._must and (self._slow or self._unmasked >= UNMASKED)):
+            if self._coming or (self._next == self._end and (self._slow or self._unmasked >= UNMASKED)):
                 self._mask()
             else:
-                self._questions = MIN_QUESTIONS + min(int(self._sort.mask_s / QUESTION_S), MAX_QUESTIONS)
-        if self._must:
-            return self._must[0]
-        if self._agreed:
+                self._questions = least + <int>min(self._sort.mask_s / question_s, most)
+        if self._next < self._end:
+            return self._must[self._next]
+        if self._agreed_any:
             self._agreed.clear()
+            self._agreed_any = False
         if self._ready is not None:
             return self._in_ready
         return self._allows
@@ -123,11 +128,10 @@ cdef class Matcher:
             self._wait()  # the library's matcher is not for two threads
         given, self._ready = self._ready, None
         self._looked = False
-        if self._must:
-            forced = self._must.popleft() == token_id
-            if not forced:
-                self._must.clear()
-            self._looked = bool(self._must)
+        if self._next < self._end:
+            forced = self._must[self._next] == token_id
+            self._next = self._next + 1 if forced else self._end
+            self._looked = self._next < self._end
         self._unmasked += 1
         self._undecided = self._undecided + 1 if self._needed else 0
         self._needed = False
@@ -139,7 +143,7 @@ cdef class Matcher:
         if self._matcher.is_stopped():
             return True
         self._slow = SLOW_FOR if _now() - started > slow_s else max(self._slow - 1, 0)
-        if not self._must and (self._slow or (self._undecided >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S)):
+        if self._next == self._end and (self._slow or (self._undecided >= AHEAD_AFTER and self._sort.mask_s > AHEAD_S)):
             self.ahead()
         elif not self._looked:
             self._look()
@@ -174,7 +178,7 @@ cdef class Matcher:
         with this matcher."""
         if self._coming:
             self._wait()
-        self._ready, self._looked = None, False
+        self._ready, self._looked, self._next = None, False, self._end
         return self._matcher.try_consume_tokens(token_ids) == len(token_ids) and not self._matcher.is_error()
 
     @property
@@ -194,7 +198,7 @@ cdef class Matcher:
         if self._coming:
             self._wait()
         self._look()
-        return list(self._must)
+        return self._must[self._next : self._end]
 
     def _in_ready(self, token_ids):
         """As `_allows`, by the mask."""
@@ -228,6 +232,7 @@ cdef class Matcher:
                 before = now
                 if answer:
                     self._agreed.add(token_id)
+                    self._agreed_any = True
             if answer is None:
                 return None
             answers.append(answer)
@@ -251,10 +256,8 @@ cdef class Matcher:
     cdef _look(self):
         """Looks up what must come next."""
         if not self._looked:
-            found = self._matcher.compute_ff_tokens()
-            if found or self._must:
-                self._must = deque(found)
-            self._looked = True
+            self._must = self._matcher.compute_ff_tokens()
+            self._next, self._end, self._looked = 0, len(self._must), True
 
     cdef _compute(self):
         """Writes the next mask. Where a token must come, it alone is in it, though others may write the beginning of its text.
@@ -264,9 +267,10 @@ cdef class Matcher:
         if self._own is None:
             self._own = np.zeros(max(self._sort.words, words), np.uint32)
         self._look()
-        if self._must:
+        if self._next < self._end:
+            token_id = self._must[self._next]
             self._own[:] = 0
-            self._own[self._must[0] >> 5] = np.uint32(1 << (self._must[0] & 31))
+            self._own[token_id >> 5] = np.uint32(1 << (token_id & 31))
             return
         started = _now()
         self._matcher.unsafe_compute_mask_ptr(self._own.ctypes.data, 4 * words)

@@ -69,7 +69,7 @@ def drawn_case(rng, n, rows):
     logits, params = drawn_rows(rng, n, rows), drawn_params(rng, rows)
     if rng.random() < 0.5:
         params |= drawn_adjustments(rng, n, rows)
-    allowed = rng.random((rows, n)) < rng.choice([0.05, 0.5, 0.9, 1.0], (rows, 1))
+    allowed = rng.random((rows, n)) < rng.choice([0.003, 0.05, 0.5, 0.9, 1.0], (rows, 1))
     allowed[np.arange(rows), rng.integers(0, n, rows)] = True
     return logits, params, allowed
 
