@@ -71,7 +71,7 @@ cdef class Matcher:
     cdef public Sort _sort
     cdef public object _ready  # u32 [words] or None: the next mask
     cdef object _own  # u32 [≥ words] or None: this matcher's masks, one after the other
-    cdef list _must  # tokens that must come, the next one at `_next`, if that is looked up: once for a whole text, 1 MB takes long
+    cdef list _must  # tokens that must come, the next one at `_next`, where it is looked up: once for a text, 1 MB takes long
     cdef Py_ssize_t _next, _end
     cdef bint _looked
     cdef readonly bint _coming  # a mask is being computed
