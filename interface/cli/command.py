@@ -280,11 +280,16 @@ def _may_stand_alone(option: click.Option) -> bool:
 
 
 def _stands_alone(option: click.Option, rest: deque[str]) -> bool:
-    """Whether the value of an option is left out: what follows is none."""
+    """Whether the value of an option is left out: what follows is none of its words, and no number."""
+    if not _may_stand_alone(option) or not rest:
+        return _may_stand_alone(option)
+    if isinstance(option.type, click.Choice):
+        return rest[0] not in option.type.choices
     try:
-        return _may_stand_alone(option) and (not rest or option.type.convert(rest[0], option, None) is None)
-    except click.BadParameter:
+        float(rest[0])
+    except ValueError:
         return True
+    return False
 
 
 def foreign(name: str, shown: str, error: Exception | None = None) -> Exception:
