@@ -24,7 +24,7 @@ __all__ = ["plan_command"]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
 def plan_command(model: str | None, **values: Any) -> None:
-    """Show memory, device of each layer, ops that leave their device, and the speed to expect, for MODEL.
+    """Show memory, device of each layer, ops that leave their device, and the limit of speed, for MODEL.
 
     The expected speed of one stream is the read bandwidth of this machine, measured now, divided by the bytes of weights that
     one token reads: a limit, not a promise.
